@@ -11,44 +11,53 @@ import weft.distributed as wd
 from benchmarks.common import Results, case_name
 
 BYTES = [1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000]
-ROUNDS = 15
+SWEEPS, REPEATS, REPEATED = 20, 10, 1_000_000
+"""Sweeps over all sizes, so that what else a machine does meets all alike, and how often a sweep repeats a size: as
+often as REPEATED bytes have room for it, at most REPEATS times."""
 _BUSY = 2_000_000
 """Cycles of a GPU, about a millisecond, in which the host comes to the gather."""
 
 
 def time_gathers(device: torch.device) -> dict[int, float]:
-    """Seconds of an all-gather of so many bytes from each rank: the best round of the slowest rank, because what else a
-    machine does is no part of its link. On GPUs those of the stream, which is still busy when the host comes to it, as
-    behind a scan, of the rank that comes last and waits for no other."""
+    """Seconds of an all-gather of so many bytes from each rank, of which the slowest rank's count: the best of all
+    rounds, because what else a machine does is no part of its link. On GPUs the median of those of the stream, which is
+    still busy when the host comes to it, as behind a scan, of the rank that comes last and waits for no other."""
+    on_gpu = device.type == "cuda"
+    ranks = dist.get_world_size()
+    buffers = {size: (torch.zeros(size // 4, device=device), torch.empty(ranks * (size // 4), device=device))
+               for size in BYTES}  # fmt: skip
+    once = _once_on_gpu if on_gpu else _once
+    times: dict[int, list[float]] = {size: [] for size in BYTES}
+    for sweep in range(SWEEPS + 1):
+        for size, (sent, received) in buffers.items():
+            for _ in range(min(max(REPEATED // size, 1), REPEATS)):
+                dist.barrier()
+                took = once(sent, received)
+                if sweep > 0:
+                    times[size].append(took)
     found = {}
-    for size in BYTES:
-        sent = torch.zeros(size // 4, device=device)
-        received = torch.empty(dist.get_world_size() * sent.numel(), device=device)
-        times = []
-        for _ in range(ROUNDS + 3):
-            dist.barrier()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_BUSY)
-                begin.record()
-                dist.all_gather_into_tensor(received, sent)
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
-            else:
-                began = time.perf_counter()
-                dist.all_gather_into_tensor(received, sent)
-                times.append(time.perf_counter() - began)
-        if device.type == "cuda":
-            of_rounds = torch.tensor(times[3:], dtype=torch.float64, device=device)
-            dist.all_reduce(of_rounds, dist.ReduceOp.MIN)
-            found[size] = of_rounds.median().item()
-        else:
-            slowest = torch.tensor(min(times[3:]), dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found[size] = slowest.item()
+    for size, of_rounds in times.items():
+        of_ranks = torch.tensor(of_rounds, dtype=torch.float64, device=device)
+        dist.all_reduce(of_ranks, dist.ReduceOp.MIN if on_gpu else dist.ReduceOp.MAX)
+        found[size] = (of_ranks.median() if on_gpu else of_ranks.min()).item()
     return found
+
+
+def _once(sent: torch.Tensor, received: torch.Tensor) -> float:
+    began = time.perf_counter()
+    dist.all_gather_into_tensor(received, sent)
+    return time.perf_counter() - began
+
+
+def _once_on_gpu(sent: torch.Tensor, received: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_BUSY)
+    begin.record()
+    dist.all_gather_into_tensor(received, sent)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def fit_link(times: dict[int, float], ranks: int) -> wd.Link:
