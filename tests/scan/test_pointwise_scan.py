@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 import weft
 from torch import Tensor
 from torch.nn import functional as F
+from weft._scan import step_trace
 from weft.scan import newton_report, pointwise_scan, pointwise_scan_reference
 
 from tests.common import relative_error
@@ -249,6 +252,34 @@ def _without_grad(x):
 def test_operations(name, algorithm):
     case = StepCase(OPERATIONS[name], 1, 1, 0, (False, False, True))
     compare(case, (H.clone(), X.clone(), ()), torch.float64, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, *STEPS])
+def test_functions_are_written_down_as_their_dispatch_is(name, monkeypatch):
+    """A trace takes torch's functions by themselves where it knows them, else what they dispatch to."""
+    case = STEPS.get(name) or StepCase(OPERATIONS[name], 1, 1, 1, (False, False, False))
+    single = tuple(not several for several in case.tuples)
+    sizes = torch.Size((3, 2)), [torch.Size((2,))] * case.parameters
+    first = step_trace._trace("test", case.step, case.states, case.inputs, single, torch.float32, *sizes)
+    monkeypatch.setattr(step_trace, "_FUNCTIONS", {})
+    assert step_trace._trace("test", case.step, case.states, case.inputs, single, torch.float32, *sizes) == first
+
+
+_FIRST_TRACE = """
+import sys, torch, weft
+def step(h, x, p):
+    fired = (h > 1).to(h.dtype)
+    h = torch.where(x > 0, torch.tanh(h * p + x) - 0.5 * x, (1 - h) / (2 / p) + x.sigmoid() ** 2 + fired.detach())
+    return torch.maximum(-h, torch.nn.functional.silu(x))
+weft.scan.pointwise_scan(step, torch.zeros(3), torch.zeros(4, 3), torch.ones(3))
+print(*(name for name in ("torch.distributed.tensor", "torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_a_first_trace_imports_nothing_slow():
+    """What torch imports before it dispatches to Python for the first time takes seconds."""
+    run = subprocess.run([sys.executable, "-c", _FIRST_TRACE], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
 
 
 def test_detach_stops_the_gradient():

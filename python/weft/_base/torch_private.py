@@ -43,7 +43,6 @@ __all__ = [
     "in_transform",
     "keeps_graph",
     "maps_alone",
-    "no_torch_function",
     "onnx_exporting",
     "outside_transforms",
     "parse_to",
@@ -52,6 +51,7 @@ __all__ = [
     "uncached_parametrizations",
     "without_forward_mode",
     "without_modes",
+    "without_torch_function",
     "wrapper_tensor",
 ]
 
@@ -74,8 +74,8 @@ fp32_precision = torch._C._get_fp32_precision_getter
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that runs keeps its graph."""
 
-no_torch_function = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` of a class of tensors: torch's functions treat it as any tensor."""
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which torch's functions treat classes of tensors with a ``__torch_function__`` as any tensor."""
 
 outside_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are made outside of torch.func's transforms, whose own do not outlive them."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
-from .._base.torch_private import no_torch_function, tree_leaves, wrapper_tensor
+from .._base.torch_private import tree_leaves, without_torch_function, wrapper_tensor
 from .step_program import Graph, Node
 
 __all__ = ["Traced", "traced"]
@@ -67,7 +67,15 @@ class _Value(Tensor):
         made.recorder, made.node, made.shared = recorder, node, shared
         return made
 
-    __torch_function__ = no_torch_function
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # torch imports its distributed tensors before the first operation that it dispatches to Python, which takes
+        # seconds: what can be written down without a dispatch is.
+        plain = (not kwargs or kwargs == {"inplace": False}) and isinstance(args[0], _Value)
+        if plain and (result := args[0].recorder.plain(func, args)) is not None:
+            return result
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -141,6 +149,36 @@ class _Recorder:
             return args[0]
         return _Value(self, node, shape, dtype, name in _SAME or name == "aten.detach.default")
 
+    def plain(self, func: Callable[..., Any], args: Sequence[Any]) -> Tensor | None:
+        """The result of a function of torch on a step's values of its dtype and numbers; None where it is another
+        function, or anything about it is not plain."""
+        if func is Tensor.__rtruediv__:
+            return args[0].reciprocal() * args[1]
+        name, count = _FUNCTIONS.get(func, ("", 0))
+        if len(args) != count or self.obstacle is not None or not torch.is_grad_enabled():
+            return None
+        first, *others = args
+        keywords = {}
+        if name == "aten._to_copy.default":
+            if first.dtype != torch.bool or others[0] is not self.dtype:
+                return None
+            keywords, others = {"dtype": others.pop()}, []
+        elif first.dtype != (torch.bool if name == "aten.where.self" else self.dtype):
+            return None
+        for other in others:
+            if type(other) not in (int, float) and not (isinstance(other, _Value) and other.dtype == self.dtype):
+                return None
+        values = [a for a in (first, *others) if isinstance(a, _Value)]
+        if name == "aten.where.self" and len(values) == 1:
+            return None
+        try:
+            node = self._written(name, name, name.rsplit(".", 1)[0], (first, *others), keywords)
+        except (_NotCompiled, Unsupported, TypeError):
+            return None
+        dtype = torch.bool if name.split(".")[1] in _TO_BOOL else self.dtype
+        shape = functools.reduce(_broadcast, (v.shape for v in values))
+        return _Value(self, node, shape, dtype, name == "aten.detach.default")
+
     def _result(
         self, name: str, family: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[int], torch.dtype]:
@@ -213,6 +251,33 @@ class _Recorder:
     def _refuse(self, error: Exception) -> None:
         self.refusal = error
         raise error
+
+
+def _functions() -> dict[Callable[..., Any], tuple[str, int]]:
+    """torch's functions and methods, operators among them, by what they run on values of one dtype, and how many
+    arguments they then have."""
+    found: dict[Callable[..., Any], tuple[str, int]] = {
+        Tensor.__rsub__: ("aten.rsub.Tensor", 2),
+        Tensor.__pow__: ("aten.pow.Tensor_Scalar", 2),
+        Tensor.to: ("aten._to_copy.default", 2),
+    }
+    unary = (
+        "tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "neg",
+        "square", "reciprocal", "relu", "silu", "softplus", "gelu", "mish", "hardsigmoid", "detach",
+    )  # fmt: skip
+    names = [(f"aten.{op}.default", 1) for op in unary]
+    names += [(f"aten.{op}.Tensor", 2) for op in ("add", "sub", "mul", "div", "gt", "ge", "lt", "le", "eq", "ne")]
+    names += [(f"aten.{op}.default", 2) for op in ("maximum", "minimum")]
+    names += [("aten.where.self", 3), ("aten.lerp.Tensor", 3), ("aten.pow.Tensor_Scalar", 2)]
+    for name, count in names:
+        op = name.split(".")[1]
+        for owner in (torch, Tensor, torch._C._nn, torch.nn.functional):
+            if (function := getattr(owner, op, None)) is not None:
+                found.setdefault(function, (name, count))
+    return found
+
+
+_FUNCTIONS = _functions()
 
 
 def _padded(shape: Sequence[int], rank: int) -> tuple[int, ...]:
