@@ -2,21 +2,8 @@
 // conv_values, 4 max_pool_values.
 #include "common/launch.cuh"
 #include "emulator.h"
+#include "shuffle.h"
 
-// Anything of up to 32 bytes between the lanes of a warp.
-template <typename T>
-T shuffled(T x, int lane) {
-  uint32_t words[emulator::kWords] = {};
-  static_assert(sizeof(T) <= sizeof(words));
-  std::memcpy(words, &x, sizeof(T));
-  const emulator::Brought all = emulator::gather(words, (sizeof(T) + 3) / 4);
-  std::memcpy(&x, all[lane], sizeof(T));
-  return x;
-}
-template <typename T>
-T __shfl_sync(unsigned, T x, int lane) {
-  return shuffled(x, lane);
-}
 inline double __shfl_xor_sync(unsigned, double x, int lanes) {
   return shuffled(x, emulator::current->lane ^ lanes);
 }
