@@ -137,6 +137,12 @@ class Results:
         temporary.replace(self.path)
 
 
+def put_all(results: Results, name: str, metric: str, times: dict[str, float]) -> list[dict[str, str]]:
+    """The rows of one measurement, ``"weft"`` beside each of its peers."""
+    mine = times.pop("weft")
+    return [results.put(name, metric, "ms", mine, peer, time) for peer, time in times.items()]
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a results file, none where it does not exist."""
     if not path.exists():
@@ -166,6 +172,20 @@ class Candidate:
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
+
+
+def timed(run: Callable[[], Any]) -> Candidate:
+    """What needs nothing prepared."""
+    return Candidate(lambda _: run())
+
+
+def peer(name: str, make: Callable[[], Candidate]) -> dict[str, Candidate]:
+    """A peer by its name: none where it fails, which costs its own row alone."""
+    try:
+        return {name: make()}
+    except RuntimeError as error:
+        print(f"no row for {name}: {error}", flush=True)
+        return {}
 
 
 def measure(

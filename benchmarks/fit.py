@@ -31,7 +31,7 @@ from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 from weft._rnn.select.costs import Line
 
-from benchmarks import geometries, rnn, sparse, stages
+from benchmarks import geometries, rnn, sparse_costs, stages
 from benchmarks.common import (
     DTYPES,
     RESULTS,
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts = {
             "products": lambda: {"products": measured_products()},
             "scans": lambda: stages.tables_of(stages.measured(0.1 * options.minutes), tables),
-            "sparse chains": lambda: {sparse.COSTS: sparse.costs_table(sparse.fit("cuda"))},
+            "sparse chains": lambda: {sparse_costs.COSTS: sparse_costs.costs_table(sparse_costs.fit("cuda"))},
             "recurrence": lambda: recurrence_tables(0.4 * options.minutes, tables),
         }
         for name, measured in parts.items():

@@ -13,7 +13,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 
-from benchmarks import common, costs_file, fit, fitting, geometries, rnn, sparse, stages
+from benchmarks import common, costs_file, fit, fitting, geometries, rnn, sparse_costs, stages
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     chains = dict.fromkeys(
         ("link", "axpy", "dense", "gather", "accumulate", "expand", "vector", "product", "call", "layer"), 3.25
     )
-    monkeypatch.setattr(sparse, "fit", lambda device: chains)
+    monkeypatch.setattr(sparse_costs, "fit", lambda device: chains)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
     monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
 
@@ -232,7 +232,7 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     assert found == gpu and tables["products"] == products and "rows" in tables["rnn.scan.gru.32"]["from"]
     assert tables["rnn.recurrence.grid.forward"]["from"] == "extrapolated from NVIDIA H200"
     assert {
-        n: v for kind in ("clock", "chip", "memory", "fixed") for n, v in tables[sparse.COSTS][kind].items()
+        n: v for kind in ("clock", "chip", "memory", "fixed") for n, v in tables[sparse_costs.COSTS][kind].items()
     } == chains
     assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == gpu_costs.reference().tables.keys()
 
