@@ -106,6 +106,19 @@ def parameter_gradients(
     return pairs
 
 
+def input_gradient(layer: Layer, grad: Tensor) -> Tensor:
+    """The flat gradient of the input of a layer that keeps its parameters, by torch, from that of its output."""
+    module, weight, B = layer.module, layer.kept[0], grad.shape[0]
+    grad = grad.to(layer.output.dtype)
+    if type(module) is nn.Linear:
+        return grad @ weight
+    g, *_ = torch.ops.aten.convolution_backward(
+        grad.reshape(layer.output.shape), layer.input, weight, None, module.stride, module.padding, module.dilation,
+        False, [0] * len(module.stride), module.groups, [True, False, False],
+    )  # fmt: skip
+    return g.reshape(B, layer.input.shape[1:].numel())
+
+
 # Zeros of pruned weights ----------------------------------------------------------------------------------------------
 
 

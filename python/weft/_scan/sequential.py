@@ -29,6 +29,7 @@ from .layer_chain import (
     Zeros,
     along_layers,
     forward_of,
+    input_gradient,
     is_direct,
     parameter_gradients,
     weight_and_bias,
@@ -50,7 +51,7 @@ class Record(NamedTuple):
     versions: list[tuple[Tensor, int]]
     kept: list[Tensor] | None = None  # of torch's own layer whose gradients need no graph: its parameters
     indices: Tensor | None = None  # that a max-pooling has picked
-    entered: Tensor | None = None  # what went into a layer that is left to torch, as the leaf of its graph
+    left: bool = False  # to torch, which gives the gradient of its input
     members: list[tuple[dict, str, Tensor]] | None = None  # of a module whose tensors are not kept: where each was
 
     @property
@@ -152,28 +153,24 @@ def run(
     records, x = [], input.detach()
     wanted = input.requires_grad
     for position, module in enumerate(layers):
-        mask = entered = None
+        mask = None
         if direct and is_direct(module, x):
             kept = weight_and_bias(module)
-            if not (left is not None and kept and wanted and left.takes(position, module, x, prune)):
-                parameters = [p for p in kept if p.requires_grad]
-                output, indices = forward_of(module, x, kept)
-                # A product that is written is made from what went in, too.
-                held = (x, output) if type(module) is nn.ReLU else (x, *kept) if parameters or not kept else kept
-                versions = [(t, t._version) for t in held]
-                records.append(Record(position, module, x, output, parameters, None, versions, kept, indices))
-                wanted = wanted or bool(parameters)
-                x = output
-                continue
-            entered = x.detach().requires_grad_()
+            torch_takes = bool(left is not None and kept and wanted and left.takes(position, module, x, prune))
+            parameters = [p for p in kept if p.requires_grad]
+            output, indices = forward_of(module, x, kept)
+            # A product that is written is made from what went in, too.
+            held = (x, output) if type(module) is nn.ReLU else (x, *kept) if parameters or not kept else kept
+            versions = [(t, t._version) for t in held]
+            records.append(Record(position, module, x, output, parameters, None, versions, kept, indices, torch_takes))
+            wanted = wanted or bool(parameters)
+            x = output
+            continue
         all_parameters, buffers = _state(module)
         parameters = [p for p in all_parameters if p.requires_grad]
         # What works in place would overwrite what its Jacobian is made from.
         before = x.clone() if getattr(module, "inplace", False) else x
-        if entered is not None:
-            with torch.enable_grad():
-                output = module(entered)
-        elif type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
+        if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p, module.inplace)
         else:
@@ -190,7 +187,7 @@ def run(
             tensors.append(x)
         versions = [(t, t._version) for t in tensors]
         own = _members(module)
-        records.append(Record(position, module, x, output, parameters, mask, versions, entered=entered, members=own))
+        records.append(Record(position, module, x, output, parameters, mask, versions, members=own))
         wanted = wanted or bool(parameters)
         x = output.detach() if output.requires_grad else output
     return records
@@ -291,7 +288,7 @@ class _Scan(torch.autograd.Function):
         flat = grad.reshape(B, grad.shape[1:].numel())
         wanted: dict[Tensor, Tensor | None] = {}
         with _as_in_forward(moving):
-            gradients = iter(_Scan.along(ctx, moving, flat, wanted, keep))
+            gradients = iter(_Scan.along(ctx, moving, flat))
         # What reaches each layer's output, and behind the first one the input.
         reaching, g = {}, next(gradients)
         for record in through:
@@ -302,10 +299,9 @@ class _Scan(torch.autograd.Function):
             reaching[len(records) - len(through) - 1] = g
         # All layers at once: waking autograd's thread for the device takes longer than a small layer.
         outputs, arriving, own_graph, without = [], [], {}, []
-        done = {r.position for r in moving if r.entered is not None}
         for record in records:
             own = [p for p in record.parameters if p.requires_grad]
-            if not own or record.position not in reaching or record.position in done:
+            if not own or record.position not in reaching:
                 continue
             arrives = reaching[record.position].to(record.output.dtype)
             if record.kept is not None:
@@ -325,27 +321,22 @@ class _Scan(torch.autograd.Function):
         return None, None, grad_input, *(wanted.get(p) for p in ctx.parameters)
 
     @staticmethod
-    def along(ctx, moving: list[Record], flat: Tensor, wanted: dict[Tensor, Tensor | None], keep: bool) -> list[Tensor]:
-        """``flat`` and the gradients that leave each layer; of those that are left to torch the parameters' into
-        `wanted`."""
+    def along(ctx, moving: list[Record], flat: Tensor) -> list[Tensor]:
+        """``flat`` and the gradients that leave each layer."""
         found, segment = [flat], []
         # While a graph is captured nothing can be compared, and the last zeros are taken.
         capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
         asked = capturing or (ctx.zeros is not None and ctx.zeros.same())
-        compared = (r.module for r in moving if ctx.prune and not (asked and r.kept is not None) and r.entered is None)
+        compared = (r.module for r in moving if ctx.prune and not (asked and r.kept is not None) and not r.left)
         with zeros_compared(compared) as same:
             settled = asked or same
             for record in moving:
-                if record.entered is None:
+                if not record.left:
                     segment.append(record)
                     continue
                 found += _Scan.linked(ctx, segment, found[-1], settled)
                 segment = []
-                own = [p for p in record.parameters if p.requires_grad]
-                g = found[-1].to(record.output.dtype).reshape(record.output.shape)
-                g, *parts = torch.autograd.grad(record.output, [record.entered, *own], g, retain_graph=keep)
-                _add(wanted, zip(own, parts, strict=True))
-                found.append(g.reshape(flat.shape[0], -1) if g.numel() else g.flatten(1))
+                found.append(input_gradient(record, found[-1]))
             return found + _Scan.linked(ctx, segment, found[-1], settled)
 
     @staticmethod
