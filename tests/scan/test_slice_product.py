@@ -16,11 +16,14 @@ from tests.scan.linear_scans import chaotic
 
 product = torch.ops.weft.slice_product
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-def same(dtype: torch.dtype, device: str) -> None:
-    if device != "cpu" and dtype == torch.float64:
-        pytest.skip("CUDA multiplies float32 alone")
+everywhere = pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        pytest.param(torch.float32, "cpu", id="float32-cpu"),
+        pytest.param(torch.float64, "cpu", id="float64-cpu"),  # CUDA multiplies float32 alone
+        pytest.param(torch.float32, "cuda", id="float32-cuda", marks=pytest.mark.cuda),
+    ],
+)
 
 
 def wanted(A: Tensor, reverse: bool, transpose: bool) -> Tensor:
@@ -41,12 +44,10 @@ def matrices(T: int, B: int, H: int, dtype: torch.dtype, size: float = 1.0) -> T
     return (size * torch.randn(T, B, H, H, dtype=torch.float64) / max(H, 1) ** 0.5).to(dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@dtypes
+@everywhere
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_products(reverse: bool, transpose: bool, dtype: torch.dtype, device: str) -> None:
-    same(dtype, device)
     for T, B, H in ((0, 2, 3), (1, 1, 1), (7, 2, 5), (40, 3, 8), (700, 1, 20), (1300, 1, 32), (60, 2, 17)):
         A = matrices(T, B, H, dtype).to(device)
         found = unpack(product(A, reverse, transpose), dtype)
@@ -55,11 +56,9 @@ def test_products(reverse: bool, transpose: bool, dtype: torch.dtype, device: st
         assert torch.equal(product(turned, reverse, transpose), product(A, reverse, transpose))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@dtypes
+@everywhere
 @pytest.mark.parametrize("kind", ["up", "down", "both", "zeros", "resets"])
 def test_products_that_overflow_or_underflow(kind: str, dtype: torch.dtype, device: str) -> None:
-    same(dtype, device)
     A = chaotic(kind, 300, 2, 4, "dense")[0].to(device, dtype)
     found, want = unpack(product(A, False, False), dtype), wanted(A, False, False)
     assert (found.isfinite() == want.isfinite().to(device)).all()
@@ -74,10 +73,8 @@ def test_sizes_of_each_component(dtype: torch.dtype) -> None:
     assert torch.equal(found, torch.diag_embed(torch.tensor([[2.0**240, 2.0**-240, 1.0]], dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@dtypes
+@everywhere
 def test_a_component_that_grows_and_is_zeroed_hides_no_other(dtype: torch.dtype, device: str) -> None:
-    same(dtype, device)
     grows = torch.diag_embed(torch.tensor([2.0**20, 1.0], dtype=dtype))
     zeroes = torch.diag_embed(torch.tensor([0.0, 1.0], dtype=dtype))
     mixes = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=dtype)
