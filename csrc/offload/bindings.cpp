@@ -49,16 +49,16 @@ void bind_policy(py::module_& m) {
   m.def(
       "plan",
       [](std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors,
-         Budget budget, Rates rates, bool compress, const std::vector<bool>& movable, double slowdown, double effort) {
+         Budget budget, Rates rates, bool compress, const std::vector<bool>& movable, double slowdown) {
         std::vector<MoveTuple> list;
         for (const Move& move : plan(timeline(std::move(seconds), known, forward, tensors), budget, link(rates),
-                                     compress, movable, slowdown, effort))
+                                     compress, movable, slowdown))
           list.emplace_back(move.tensor, move.prefetch, move.compressed, move.share);
         return list;
       },
       NoGil(), "[(tensor, prefetch, compressed, share)] in the order of the copies in, for a checked timeline.",
       py::arg("seconds"), py::arg("known"), py::arg("forward"), py::arg("tensors"), py::arg("budget"), py::arg("rates"),
-      py::arg("compress"), py::arg("movable"), py::arg("slowdown"), py::arg("effort"));
+      py::arg("compress"), py::arg("movable"), py::arg("slowdown"));
 }
 
 }  // namespace

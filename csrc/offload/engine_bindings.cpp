@@ -290,6 +290,13 @@ void bind_engine(py::module_& m, py::module_& testing) {
       .def_property_readonly("finished", &Use::finished)
       .def_readonly("timed", &Use::timed)
       .def_readonly("slow", &Use::slow)
+      .def_readonly("uncounted_from", &Use::uncounted_from)
+      .def_property_readonly("saves",
+                             [](const Use& use) {
+                               int64_t saves = 0;
+                               for (const auto& tracker : use.trackers) saves += tracker->saves;
+                               return saves;
+                             })
       .def_property_readonly(
           "completed",
           [](const Use& use) { return std::ranges::all_of(use.trackers, [](const auto& l) { return completed(*l); }); })
@@ -334,12 +341,12 @@ void bind_engine(py::module_& m, py::module_& testing) {
       .def(
           "use",
           [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<TransferPlan>> plans, bool timed,
-             bool counts) {
+             double counts, int64_t counts_from) {
             return std::make_shared<Use>(std::move(engine),
                                          std::map<int, std::shared_ptr<const TransferPlan>>(plans.begin(), plans.end()),
-                                         timed, counts);
+                                         timed, counts, counts_from);
           },
-          py::arg("plans"), py::arg("timed"), py::arg("counts"))
+          py::arg("plans"), py::arg("timed"), py::arg("counts"), py::arg("counts_from") = 0)
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
@@ -353,28 +360,36 @@ void bind_engine(py::module_& m, py::module_& testing) {
            [](Engine& engine) {
              for (auto& residency : engine.residencies) residency->poll();
            })
-      .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
       .def(
-          "reserve",
-          [](Engine& engine, int device, const std::vector<std::pair<int64_t, int64_t>>& tensors) {
-            const auto mover = engine.mover;
-            for (const int64_t bytes : mover->missing_host(tensors)) {
-              void* data = nullptr;
-              {
-                py::gil_scoped_release released;
-                data = mover->allocate_host(c10::DeviceIndex(device), bytes);
-              }
-              if (data == nullptr) return;
-              mover->keep_host(data, bytes);
-            }
+          "rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "missing_host",
+          [](const Engine& engine, const std::vector<std::pair<int64_t, int64_t>>& tensors) {
+            return engine.mover->missing_host(tensors);
           },
-          py::arg("device"), py::arg("tensors"))
+          "Sizes of host memory that is missing for tensors, (bytes, itemsize) each.", py::arg("tensors"))
+      .def(
+          "add_host",
+          [](Engine& engine, int device, int64_t bytes) {
+            const auto mover = engine.mover;
+            void* data = nullptr;
+            {
+              py::gil_scoped_release released;
+              data = mover->allocate_host(c10::DeviceIndex(device), bytes);
+            }
+            if (data != nullptr) mover->keep_host(data, bytes);
+            return data != nullptr;
+          },
+          "Allocates so much, slowly, so that nobody else has to wait for the driver. False where the system refuses.",
+          py::arg("device"), py::arg("bytes"))
       .def("codec_rate", [](Engine& engine, int device) { return engine.mover->codec_rate(c10::DeviceIndex(device)); })
       .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
       .def("staging", [](Engine& engine, int64_t bytes, int64_t itemsize,
                          double density) { return engine.mover->staging(bytes, itemsize, density); })
       .def("release", [](Engine& engine) { return engine.mover->release(); })
       .def("close", [](Engine& engine) { engine.mover->close(); });
+  m.attr("joint_bytes") = kJointBytes;
   bind_testing(testing);
 }
 

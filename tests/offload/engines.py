@@ -138,7 +138,7 @@ def saved_and_restored(off: offload, *tensors: Tensor) -> list[Tensor]:
 def planned_in_part(draw: random.Random):
     """Without a budget all that may move does, a share of it compressed, whatever would hide."""
 
-    def plan_movable(timeline, limit, link, compress, movable, slowdown, effort):
+    def plan_movable(timeline, limit, link, compress, movable, slowdown):
         order = sorted(range(len(movable)), key=lambda i: (timeline.tensors[i].first_backward, i))
         moves = [
             Move(i, timeline.forward, True, draw.choice([1e-6, 0.1, 0.25, 0.5, 0.9, 1.0])) for i in order if movable[i]
@@ -146,7 +146,7 @@ def planned_in_part(draw: random.Random):
         return simulate(timeline, moves, limit, link=link)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft._offload.context.plan_movable", plan_movable)
+        patch.setattr("weft._offload.planning.plan_movable", plan_movable)
         yield
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
 import types
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -12,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from weft import _C
-from weft._offload import context
-from weft._offload.context import _at_pace, _with_densities
+from weft._offload import planning
 from weft._offload.memory import host_memory
+from weft._offload.planning import Memory, Planner
+from weft._offload.timelines import at_pace, timeline_of, with_densities
 from weft.offloading import Link, Saved, Timeline, offload
 
 from tests.offload.engines import chain, cuda, everything, numbers, plain_gradient, saved_and_restored, step
@@ -98,10 +105,10 @@ def test_pool_is_reused_and_released() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_room_is_what_operations_and_the_codec_need(count: int) -> None:
     off = everything(compress="zvc", keep_last=0)
-    off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 7 * bytes)
+    off._planner.engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 7 * bytes, close=lambda: None)
     saved = [Saved(4000, k, 2 * count - 1 - k) for k in range(count)]
     timeline = Timeline((1.0,) * (2 * count), count, tuple(saved))
-    planned = off._planned(timeline, [(4000, 4, True)] * count, (), None, Link())
+    planned = off._planner.planned(timeline, [(4000, 4, True)] * count, (), None, Link())
     assert len(planned.plan.moves) == count and planned.plan.peak_bytes <= 12000
 
 
@@ -207,8 +214,10 @@ def test_the_codec_stays_away_where_its_memory_is_too_much() -> None:
     saved = tuple(Saved(4000, k, 5 - k, density=0.25) for k in range(3))
     timeline, first = Timeline((1.0,) * 6, 3, saved), [(4000, 4, True)] * 3
     for staging, compressed in ((100, True), (7000, False)):
-        off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density, staging=staging: staging)
-        plan = off._planned(timeline, first, (), None, Link()).plan
+        off._planner.engine = types.SimpleNamespace(
+            staging=lambda bytes, itemsize, density, staging=staging: staging, close=lambda: None
+        )
+        plan = off._planner.planned(timeline, first, (), None, Link()).plan
         assert plan.met and plan.moves and all(move.compressed == compressed for move in plan.moves)
 
 
@@ -219,13 +228,13 @@ def test_what_is_compressed_without_a_budget(codec: float, compress: str | None,
     """A part of what would not hide; nothing where nobody knows what the codec takes; all where it was asked for."""
     off = offload(compress=compress, min_bytes=0, keep_last=0)
     tensors = []
-    off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 0)
+    off._planner.engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 0, close=lambda: None)
     link = Link(50e9, 50e9, codec)
     size = int(1.03 * 0.01 * 0.97 * 50e9) // 4 * 4
     timeline = Timeline((0.0, 0.01, 0.02, 0.0), 2, (Saved(size, 0, 3, None, 0.5),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_C.offload, "TransferPlan", lambda t, back, room: tensors.extend(t))
-        plan = off._planned(timeline, [(size, 4, True)], (), None, link).plan
+        plan = off._planner.planned(timeline, [(size, 4, True)], (), None, link).plan
     assert plan.forward_stall == plan.backward_stall == 0 and bool(plan.moves) == (share > 0)
     ((bytes, itemsize, moves, coded, density),) = tensors
     assert (bytes, itemsize, moves, density) == (size, 4, share > 0, 0.5) and coded == pytest.approx(share, abs=0.05)
@@ -261,14 +270,16 @@ def test_times_of_uses_that_waited_for_host_memory_are_not_planned_with(monkeypa
     off = everything("reference")
     layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     planned = []
-    plan = offload._planned
+    plan = Planner.planned
 
     def count(*arguments) -> object:
         planned.append(off._uses)
         return plan(*arguments)
 
-    monkeypatch.setattr(offload, "_planned", count)
-    monkeypatch.setattr("weft._offload.context._same", lambda old, new: False)  # every time that counts is another
+    monkeypatch.setattr(Planner, "planned", count)
+    monkeypatch.setattr(
+        "weft._offload.planning.same_times", lambda old, new: False
+    )  # every time that counts is another
     for use in range(12):
         with off:
             y = layers(torch.randn(64, 32)).square().sum()
@@ -283,13 +294,13 @@ def test_times_of_uses_that_waited_for_host_memory_are_not_planned_with(monkeypa
 def paced(off: offload, monkeypatch: pytest.MonkeyPatch, uses: int, grow: int = -1) -> list[tuple]:
     """Uses whose operations take 10 s where every one is timed, else 1 s. Of each: whether they are, and the forward's
     time as the plan for it has it, in operations. One use may save another number of tensors."""
-    made, timed, found = context._timeline, [False], []
+    made, timed, found = planning.timeline_of, [False], []
 
     def timeline(raw: tuple) -> Timeline:
         t = made(raw)
         return replace(t, seconds=(10.0 if timed[0] else 1.0,) * len(t.seconds))
 
-    monkeypatch.setattr(context, "_timeline", timeline)
+    monkeypatch.setattr(planning, "timeline_of", timeline)
     x = torch.randn(50, 50, requires_grad=True)
     for use in range(uses):
         with off:
@@ -320,45 +331,103 @@ def test_with_a_budget_times_are_those_of_uses_whose_every_operation_is_timed(
     )
 
 
-def test_a_use_waits_for_a_plan_as_long_as_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a budget, where looking at the use takes 3 ms by this clock, and planning for ever."""
-    clock, waited = [0.0], []
+RAW = 4, [1.0] * 4, 2, [(8, 0, 3, 3, 1.0, 4)], [(8, 4, True, False)]
+"""A use's timeline as the engine has it."""
 
-    def looked(_: bool) -> dict:
-        clock[0] += 0.003
-        return {}
 
-    def wait(futures: list, seconds: float) -> types.SimpleNamespace:
-        waited.append(seconds)
-        clock[0] += seconds
-        return types.SimpleNamespace(done=set())
+class Engine:
+    """What a planner asks of an engine, on a machine with a bus. `host`: what it says of memory that is asked for."""
 
-    monkeypatch.setattr(context, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(context, "wait", wait)
-    monkeypatch.setattr(context, "_in_background", lambda make: Future())
-    off = offload(compress=None)
-    monkeypatch.setattr(off, "_link", lambda *_: Link())
-    raw = 4, [1.0] * 4, 2, [(8, 0, 3, 3, 1.0, 4)], [(8, 4, True, False)]
-    use = types.SimpleNamespace(copied=looked, timelines=lambda: [(0, True, raw)], timed=True)
-    memory = context._Memory()
-    off._plan_from(memory, use)
-    assert set(memory.waiting) == {0} and waited == [pytest.approx(0.017)]
-    # Where another device has a plan, the use does without this one's.
-    memory.planned = {1: object()}
-    off._plan_from(memory, use)
-    assert waited[1:] == [pytest.approx(0.002)]
-    memory.waiting.clear()
-    use.timelines = lambda: []
-    off._plan_from(memory, use)
-    assert len(waited) == 2
+    def __init__(self, host: Callable[[], bool] = lambda: True) -> None:
+        self.measured: list[tuple[int, int]] = []
+        self.asked: list[int] = []
+        self.closed = False
+        self._host = host
+
+    def rates(self, device: int) -> tuple[float, float]:
+        self.measured.append((device, threading.get_ident()))
+        return 2e10, 1e10
+
+    def codec_rate(self, device: int) -> float:
+        return 0.0
+
+    def staging(self, bytes: int, itemsize: int, density: float) -> int:
+        return 0
+
+    def missing_host(self, tensors: list) -> list[int]:
+        return [bytes for bytes, _ in tensors] * 100
+
+    def add_host(self, device: int, bytes: int) -> bool:
+        self.asked.append(bytes)
+        return self._host()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def finished_use(device: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(copied=lambda _: {}, timelines=lambda: [(device, True, RAW)], timed=True)
+
+
+def test_without_a_budget_no_use_waits_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the bus, which is measured on the device of the tensors and on the thread that plans."""
+    engine = Engine()
+    planner, memory = Planner(engine, None, None, "copy", 0), Memory()
+    made: list[Callable] = []
+    started = planning.in_background
+    monkeypatch.setattr(planning, "in_background", lambda make: made.append(make) or Future())
+    planner.plan_from(memory, finished_use(1))
+    assert set(memory.waiting) == {1} and not memory.planned and not engine.measured and len(made) == 1
+    planner.plan_from(memory, finished_use(1))
+    assert len(made) == 1  # which is still in the making
+    future = started(made[0])
+    assert future.result(10).link == Link(2e10, 1e10) and planner.links == {1: Link(2e10, 1e10)}
+    ((device, thread),) = engine.measured
+    assert device == 1 and thread != threading.get_ident()
+    memory.waiting = {1: (future, {"paced": True})}
+    monkeypatch.setattr(planning, "in_background", started)
+    planner.plan_from(memory, types.SimpleNamespace(copied=lambda _: {}, timelines=list, timed=True))
+    assert not memory.waiting and memory.planned[1].paced
+
+
+def test_a_plan_ends_with_its_object() -> None:
+    """What asks for host memory stops at the next piece."""
+    planner: list[Planner] = []
+    engine = Engine(lambda: planner[0].close() or True)
+    planner.append(Planner(engine, None, None, "copy", 0))
+    moves = planner[0].planned(timeline_of(RAW), [(8, 4, True)], (), None, Link()).plan.moves
+    assert len(moves) == 1
+    planner[0]._make(0, timeline_of(RAW), [(8, 4, True)], (), None, Link(), 1.0)
+    assert engine.asked == [8] and engine.closed
+    engine = Engine(lambda: False)  # the system refuses
+    Planner(engine, None, None, "copy", 0)._make(0, timeline_of(RAW), [(8, 4, True)], (), None, None, 1.0)
+    assert engine.asked == [8]
+
+
+def test_a_plan_in_the_making_does_not_hold_up_the_end_of_the_process() -> None:
+    """Where a hundred pieces of host memory would take it half a minute."""
+    code = """
+        import time
+        from tests.offload.test_budgets import Engine, finished_use
+        from weft._offload.planning import Memory, Planner
+        memory, planner = Memory(), Planner(Engine(lambda: time.sleep(0.3) or True), None, None, "copy", 0)
+        planner.plan_from(memory, finished_use(0))
+        assert not memory.waiting[0][0].done()
+        print("ends", time.time(), flush=True)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
+    )
+    word, ended = process.stdout.split()
+    assert word == "ends" and time.time() - float(ended) < 15, process.stderr
 
 
 def test_rates_of_the_bus_are_those_of_the_latest_copies() -> None:
     off = offload(backend="reference")
-    link = off._link(-1, 1.0, 2**25, 2.0, 2**25)
+    link = off._planner.link(-1, 1.0, 2**25, 2.0, 2**25)
     assert link.d2h == 2**25 and link.h2d == 2**24
-    assert off._link(-1, 0.0, 0, 0.5, 2**24) == link  # too little to tell
-    assert off._link(-1, 4.0, 2**26, 0.5, 2**24) == replace(link, d2h=2**24)
+    assert off._planner.link(-1, 0.0, 0, 0.5, 2**24) == link  # too little to tell
+    assert off._planner.link(-1, 4.0, 2**26, 0.5, 2**24) == replace(link, d2h=2**24)
 
 
 def test_densities_come_back_with_the_step_that_they_were_counted_in() -> None:
@@ -367,28 +436,28 @@ def test_densities_come_back_with_the_step_that_they_were_counted_in() -> None:
         return Timeline((1.0,) * 10, 5, tensors)
 
     unknown = step(1, 1, 1), (False,) * 3
-    assert _with_densities(*unknown, step(0.1, 0.3, 0.5), (True, True, False)) == (
+    assert with_densities(*unknown, step(0.1, 0.3, 0.5), (True, True, False)) == (
         step(0.1, 0.3, 1),
         (True, True, False),
     )
     # What the use knows itself stays; of a step of another size nothing is taken.
-    assert _with_densities(step(0.2, 1, 1), (True, False, False), step(0.1, 0.3, 0.5), (True,) * 3) == (
+    assert with_densities(step(0.2, 1, 1), (True, False, False), step(0.1, 0.3, 0.5), (True,) * 3) == (
         step(0.2, 0.3, 0.5),
         (True,) * 3,
     )
-    assert _with_densities(*unknown, step(0.1, 0.3), (True, True)) == unknown
+    assert with_densities(*unknown, step(0.1, 0.3), (True, True)) == unknown
     other = replace(step(0.1, 0.3, 0.5), tensors=tuple(replace(t, bytes=8) for t in step(0.1, 0.3, 0.5).tensors))
-    assert _with_densities(*unknown, other, (True,) * 3) == unknown
+    assert with_densities(*unknown, other, (True,) * 3) == unknown
 
 
 def test_phases_at_the_pace_of_a_use_that_knows_less() -> None:
     tensors = tuple(Saved(8, i, 3, 3) for i in range(3))
     timed = Timeline((1.0, 2.0, 3.0, 4.0, 2.0, 2.0), 3, tensors)
     whole = Timeline((0.0, 2.0, 1.0, 0.0, 3.0, 0.0), 3, tensors)
-    assert _at_pace(timed, whole) == (0.5, 1.0, 1.5, 2.0, 1.0, 1.0)
-    assert _at_pace(timed, timed) == timed.seconds
+    assert at_pace(timed, whole) == (0.5, 1.0, 1.5, 2.0, 1.0, 1.0)
+    assert at_pace(timed, timed) == timed.seconds
     unknown = Timeline((None,) * 6, 3, tensors)
-    assert _at_pace(unknown, whole) == whole.seconds and _at_pace(timed, unknown) == unknown.seconds
+    assert at_pace(unknown, whole) == whole.seconds and at_pace(timed, unknown) == unknown.seconds
 
 
 @pytest.mark.parametrize(("budget", "first"), [(None, 2), ("1KB", 1)])
@@ -396,8 +465,8 @@ def test_what_hides_is_not_told_from_a_first_step(
     budget: str | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     off = offload(budget, backend="reference", min_bytes=0)
-    planned, plan = [], offload._planned
-    monkeypatch.setattr(offload, "_planned", lambda *a: planned.append(off._uses) or plan(*a))
+    planned, plan = [], Planner.planned
+    monkeypatch.setattr(Planner, "planned", lambda *a: planned.append(off._uses) or plan(*a))
     x = torch.randn(50, 50, requires_grad=True)
     for _ in range(4):
         with off:

@@ -72,9 +72,8 @@ Prediction simulate(const Timeline& timeline, const std::vector<Move>& moves, Bu
 
 // The moves, in the order of the copies in. Only `movable` tensors move; with `compress` they are compressed where that
 // is smaller. Without a budget, if the codec takes time, compression is used only to hide tensors that would not hide
-// otherwise, to send most bytes, and for at most the share `slowdown` of all run times. `effort`: share of the usual
-// work that improves a set once it is built.
+// otherwise, to send most bytes, and for at most the share `slowdown` of all run times.
 std::vector<Move> plan(const Timeline& timeline, Budget budget, const Link& link, bool compress,
-                       const std::vector<bool>& movable, double slowdown = 0, double effort = 1);
+                       const std::vector<bool>& movable, double slowdown = 0);
 
 }  // namespace weft::offload

@@ -43,12 +43,11 @@ struct Candidate {
 class Search {
  public:
   Search(const Timeline& timeline, Budget budget, const Link& link, bool compress, const std::vector<bool>& movable,
-         double slowdown, double effort)
+         double slowdown)
       : t_(timeline),
         budget_(budget),
         link_(link),
         in_part_(!budget && compress && std::isfinite(link.codec)),
-        work_per_search_(int64_t(effort * double(kWork))),
         model_(timeline, link),
         sets_(timeline, budget) {
     choice_.prefetch.assign(t_.tensors.size(), kStays);
@@ -84,7 +83,7 @@ class Search {
       const double allowed = std::exchange(allowed_, 0);
       chosen = best_found(chosen);
       allowed_ = allowed;
-      most_work_ += work_per_search_;
+      most_work_ += kWork;
       if (allowed > 0) chosen = best_found(chosen);
     } else {
       chosen = best_found(chosen);
@@ -409,7 +408,6 @@ class Search {
   const Budget budget_;
   const Link link_;
   const bool in_part_;  // tensors may be compressed in part: where nothing may wait, and the codec takes time
-  const int64_t work_per_search_;
   Model model_;
   WorkingSets sets_;
   Choice choice_;
@@ -420,7 +418,7 @@ class Search {
   std::vector<bool> entered_;  // the set whose working sets `sets_` has
   double plain_seconds_ = 0;
   int64_t work_ = 0;  // work beside the model's
-  int64_t most_work_ = work_per_search_;
+  int64_t most_work_ = kWork;
 };
 
 // AutoVM's rule for unknown run times: tensors with the largest reuse distance move until all working sets fit, and
@@ -486,9 +484,9 @@ Prediction simulate(const Timeline& t, const std::vector<Move>& moves, Budget bu
 }
 
 std::vector<Move> plan(const Timeline& t, Budget budget, const Link& link, bool compress,
-                       const std::vector<bool>& movable, double slowdown, double effort) {
+                       const std::vector<bool>& movable, double slowdown) {
   if (!t.known) return plan_by_order(t, budget, compress, movable);
-  return Search(t, budget, link, compress, movable, slowdown, effort).moves();
+  return Search(t, budget, link, compress, movable, slowdown).moves();
 }
 
 }  // namespace weft::offload

@@ -8,6 +8,8 @@
 namespace weft::offload {
 namespace {
 
+constexpr size_t kMostSpans = 1 << 16;  // of a use that never ends
+
 // Removes `taken` from `ranges`.
 void subtract(Ranges& ranges, const Range& taken) {
   Ranges rest;
@@ -110,10 +112,14 @@ Tracker::~Tracker() {
   }
 }
 
-bool Tracker::look() {
-  capturing_ = engine.mover->capturing(residency.device);
-  capturing_ ? residency.sweep() : residency.glance();
-  return capturing_;
+void Tracker::look() {
+  capturing_.reset();
+  residency.outs.empty() || capturing() ? residency.sweep() : residency.glance();
+}
+
+bool Tracker::capturing() {
+  if (!capturing_) capturing_ = engine.mover->capturing(residency.device);
+  return *capturing_;
 }
 
 void Tracker::finish() {
@@ -149,12 +155,28 @@ void Tracker::stall(EventPtr begin, EventPtr end, const std::string& name) {
 }
 
 void Tracker::span(bool out, const Transfer& transfer) {
-  constexpr size_t kMost = 1 << 16;  // of a use that never ends
-  if (spans.size() < kMost)
+  if (spans.size() < kMostSpans)
     spans.push_back({out, out ? transfer.sent : transfer.returned, out ? transfer.out_begin : transfer.in_begin,
                      out ? transfer.out_end : transfer.in_end});
   else
     (out ? totals.sent_bytes : totals.returned_bytes) += (out ? transfer.sent : transfer.returned).bytes();
+}
+
+// One for all of a joint copy.
+void Tracker::span_joint(bool out, const std::vector<std::vector<std::shared_ptr<Transfer>>>& transfers) {
+  const Transfer *first = nullptr, *last = nullptr;
+  Sent sent;
+  for (const auto& of_block : transfers)
+    for (const auto& transfer : of_block) {
+      sent.fixed += (out ? transfer->sent : transfer->returned).fixed;
+      if (first == nullptr) first = transfer.get();
+      last = transfer.get();
+    }
+  if (first == nullptr) return;
+  if (spans.size() < kMostSpans)
+    spans.push_back({out, sent, out ? first->out_begin : first->in_begin, out ? last->out_end : last->in_end});
+  else
+    (out ? totals.sent_bytes : totals.returned_bytes) += sent.bytes();
 }
 
 void Tracker::parameter(const at::Tensor& x, Range range) {
@@ -172,6 +194,7 @@ bool Tracker::is_parameter(const at::Tensor& x, Range range) const {
 }
 
 void Tracker::forget(Block& block) {
+  no_longer_ahead(block);
   const auto it = entries_.find(block.key);
   if (it == entries_.end()) return;
   auto& blocks = it->second.blocks;
@@ -227,7 +250,7 @@ std::shared_ptr<Block> Tracker::save(const at::Tensor& x, Range range, const Ver
     if (!b.moved) residency.count(bytes);
   }
 
-  if (!b.moved && record.reason == kSmall && b.hull.size() >= engine.settings.min_bytes) {
+  if (!b.moved && record.reason == kSmall && b.hull.size() >= engine.settings.min_bytes && !capturing()) {
     totals.kept[kSmall] -= record.bytes, totals.kept[kBudget] += record.bytes;
     record.reason = kBudget;
     b.eligible = true;
@@ -252,29 +275,52 @@ void Tracker::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
       plan_ = nullptr;
   }
   const bool moves = b.eligible && expected != nullptr && expected->moves;
+  const c10::Stream current = b.streams.front();
+  if (!postponed_.empty() && postponed_on_ != current) move_postponed(nullptr);
+  const bool later = moves && codec(expected->share > 0) == Codec::none && joins(b, 0, 0);
+  // The events of a joint copy are shared: the last of its tensors records the one of their saves.
+  const bool last = later && !joins(b, postponed_.size() + 1, postponed_bytes_);
   if (forward == 0) {
-    b.saved = boundary(moves || (b.eligible && use.timed));
+    b.saved = boundary((moves && (!later || last)) || (b.eligible && use.timed));
     record.in_timeline = true;
     timeline.push_back(block->record);
     ++saves;
   }
   // The first use counts the zeros of what may be worth compressing; later ones learn them from compressing.
-  if (plan_ == nullptr && forward == 0 && b.eligible && use.counts && engine.settings.codec == Codec::automatic) {
+  const bool counts = plan_ == nullptr && forward == 0 && b.eligible && record.number >= use.counts_from;
+  if (counts && engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
+    const auto began = std::chrono::steady_clock::now();
     try {
-      if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
+      if (use.counts <= 0)
+        use.uncounted_from = std::min(use.uncounted_from.value_or(record.number), record.number);
+      else if (compressible(bytes))
+        record.counts = {engine.mover->count(bytes)};
     } catch (const NoHostMemory&) {  // then the density is unknown
     } catch (const c10::OutOfMemoryError&) {
     }
+    use.counts -= std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
-  if (moves) move(b, expected->share, expected->density);
-  if (b.eligible && engine.settings.budget) evictable_.push_back(block);
+  if (later)
+    postpone(block, expected->density);
+  else if (moves)
+    move(b, expected->share, expected->density);
+  if (last) move_postponed(b.saved);
+  if (b.eligible && !later && engine.settings.budget) evictable_.push_back(block);
   const int64_t previous = std::exchange(previous_bytes_, bytes);
-  if (residency.outs.empty() || capturing_) return;
+  int64_t next = 0;
   if (plan_ != nullptr && forward == 0) {
-    const size_t next = size_t(record.number) + 1;
-    make_room(next < plan_->tensors.size() ? plan_->tensors[next].bytes : 0, b.saved);
+    const size_t after = size_t(record.number) + 1;
+    next = after < plan_->tensors.size() ? plan_->tensors[after].bytes : 0;
+    // What leaves already does not make room enough.
+    if (residency.counted - residency.leaving > plan_->room - next) move_postponed(b.saved);
+  } else {
+    move_postponed(b.saved);
+  }
+  if (residency.outs.empty() || capturing()) return;
+  if (plan_ != nullptr && forward == 0) {
+    make_room(next, b.saved);
   } else if (engine.settings.budget) {
     // Running operations need the tensor just saved and the one before it: these stay.
     make_room(std::min<int64_t>(0, *engine.settings.budget - bytes - previous), nullptr);
@@ -308,9 +354,19 @@ std::shared_ptr<Block> Tracker::create(const at::Tensor& x, Range range, const V
 std::vector<std::shared_ptr<Transfer>> Tracker::send(Block& block, const c10::Storage& source, const Ranges& runs,
                                                      at::ScalarType dtype, Codec codec, const EventPtr& ready,
                                                      double density, double share) {
+  EventPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->record(residency.device);
+  auto transfers = start(block, source, runs, dtype, codec, ready, density, share);
+  if (transfers.empty()) return {};
+  if (begin != nullptr) stall(std::move(begin), engine.mover->record(residency.device), "copy out");
+  for (auto& transfer : transfers) span(true, *transfer);
+  return transfers;
+}
+
+std::vector<std::shared_ptr<Transfer>> Tracker::start(Block& block, const c10::Storage& source, const Ranges& runs,
+                                                      at::ScalarType dtype, Codec codec, const EventPtr& ready,
+                                                      double density, double share) {
   std::vector<std::shared_ptr<Transfer>> transfers;
   const int64_t allocations = engine.mover->host_allocations();
-  EventPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->record(residency.device);
   for (const Range& run : runs) {
     const Bytes bytes{source, run.lo, run.hi, dtype};
     std::shared_ptr<Transfer> transfer;
@@ -335,8 +391,6 @@ std::vector<std::shared_ptr<Transfer>> Tracker::send(Block& block, const c10::St
     }
     transfers.push_back(std::move(transfer));
   }
-  if (begin != nullptr) stall(std::move(begin), engine.mover->record(residency.device), "copy out");
-  for (auto& transfer : transfers) span(true, *transfer);
   return transfers;
 }
 
@@ -349,15 +403,16 @@ void Tracker::leave(Block& block, c10::Storage source, std::vector<std::shared_p
   block.transfers.insert(block.transfers.end(), transfers.begin(), transfers.end());
 }
 
-bool Tracker::move(Block& block, double share, double density) {
-  if (block.resized(*block.source.unsafeGetStorageImpl())) {
-    block.eligible = false;
-    totals.kept[block.record->reason] -= block.record->bytes, totals.kept[kOther] += block.record->bytes;
-    block.record->reason = kOther;
-    return false;
-  }
-  Record& record = *block.record;
+bool Tracker::may_move(Block& block) {
   block.eligible = false;
+  if (!block.resized(*block.source.unsafeGetStorageImpl())) return true;
+  totals.kept[block.record->reason] -= block.record->bytes, totals.kept[kOther] += block.record->bytes;
+  block.record->reason = kOther;
+  return false;
+}
+
+bool Tracker::move(Block& block, double share, double density) {
+  if (!may_move(block)) return false;
   const EventPtr ready = complete(block);
   if (ready == nullptr) return false;
   // Other streams that saved it may still be reading it.
@@ -366,11 +421,17 @@ bool Tracker::move(Block& block, double share, double density) {
     if (stream != current) engine.mover->used_on(block.source, stream);
   // An explicitly chosen codec compresses whole tensors.
   if (engine.settings.codec != Codec::automatic) share = 1;
-  auto transfers = send(block, block.source, block.runs, block.dtype, codec(share > 0), ready, density, share);
+  moved(block, send(block, block.source, block.runs, block.dtype, codec(share > 0), ready, density, share));
+  if (block.moved && !engine.mover->asynchronous()) residency.poll();
+  return block.moved;
+}
+
+void Tracker::moved(Block& block, std::vector<std::shared_ptr<Transfer>> transfers) {
+  Record& record = *block.record;
   if (transfers.empty()) {
     totals.kept[record.reason] -= record.bytes, totals.kept[kPool] += record.bytes;
     record.reason = kPool;
-    return false;
+    return;
   }
   block.moved = record.moved = true;
   totals.kept[record.reason] -= record.bytes;
@@ -385,8 +446,51 @@ bool Tracker::move(Block& block, double share, double density) {
   leave(block, std::move(block.source), std::move(transfers), block.bytes);
   block.source = {};
   moved_.push_back(block.weak_from_this());
-  if (!engine.mover->asynchronous()) residency.poll();
-  return true;
+}
+
+bool Tracker::joins(const Block& block, size_t count, int64_t bytes) const {
+  return engine.mover->joins() && block.runs.size() == 1 && count < kMostJoint &&
+         bytes + block.hull.size() < kJointBytes;
+}
+
+void Tracker::postpone(const std::shared_ptr<Block>& block, double density) {
+  postponed_on_ = block->streams.front();
+  postponed_.push_back({block, density});
+  postponed_bytes_ += block->hull.size();
+}
+
+void Tracker::move_postponed(EventPtr ready) {
+  if (postponed_.empty() || capturing()) return;
+  const auto postponed = std::exchange(postponed_, {});
+  postponed_bytes_ = 0;
+  // The bytes of a block may have got more since, or have been needed.
+  std::vector<std::pair<std::shared_ptr<Block>, double>> joint;
+  for (const auto& [weak, density] : postponed) {
+    auto block = weak.lock();
+    if (block == nullptr || block->into != nullptr || !block->eligible || block->moved || block->read) continue;
+    if (block->runs.size() == 1 && block->streams.size() == 1 && block->streams.front() == postponed_on_)
+      joint.emplace_back(std::move(block), density);
+    else
+      move(*block, 0, density);
+  }
+  if (joint.empty()) return;
+  if (ready == nullptr) ready = engine.mover->record_on(postponed_on_);
+  if (ready == nullptr) return;
+  std::vector<std::vector<std::shared_ptr<Transfer>>> transfers(joint.size());
+  engine.mover->begin_joint();
+  try {
+    for (size_t i = 0; i < joint.size(); ++i) {
+      Block& b = *joint[i].first;
+      if (may_move(b)) transfers[i] = start(b, b.source, b.runs, b.dtype, Codec::none, ready, joint[i].second, 0);
+    }
+  } catch (...) {
+    engine.mover->end_joint();
+    throw;
+  }
+  engine.mover->end_joint();
+  span_joint(true, transfers);
+  for (size_t i = 0; i < joint.size(); ++i)
+    if (joint[i].first->record->reason != kOther) moved(*joint[i].first, std::move(transfers[i]));
 }
 
 // Makes `other` part of `block`; both have the same storage, counter and version.
@@ -454,8 +558,8 @@ EventPtr Tracker::complete(const Block& block) {
 }
 
 void Tracker::evict() {
-  const auto over = [&] { return residency.counted - residency.leaving > *engine.settings.budget; };
-  if (!engine.settings.budget || !over() || capturing_) return;
+  const auto over = [&] { return residency.counted - residency.leaving - postponed_bytes_ > *engine.settings.budget; };
+  if (!engine.settings.budget || !over() || capturing()) return;
   while (over() && !evictable_.empty()) {
     auto block = evictable_.front().lock();
     if (block != nullptr && block->into == nullptr && block->eligible && !block->moved && !block->read) {
@@ -505,18 +609,21 @@ EventPtr Tracker::record_read(Block& block, Packed& packed) {
     forward = saves + 1;
     if (plan_ != nullptr && plan_->tensors.size() != size_t(saves)) plan_ = nullptr;
   }
+  no_longer_ahead(block);
   if (!std::exchange(block.read, true) && block.record->in_timeline) {
     block.record->first_read = forward + reads++;
-    const bool important = first || block.moved || (block.eligible && use.timed);
-    event = boundary(important && !capturing_);
+    const bool important = first || (use.timed && (block.moved || block.eligible));
+    event = boundary(important && !capturing());
   }
   if (block.record->in_timeline) block.record->last_read = operation();
+  move_postponed(nullptr);
   return event;
 }
 
 // The storage to read `packed` from, and the shift of its bytes there.
 c10::Storage Tracker::read(Block& block, Packed& packed, int64_t* offset) {
-  if (look() && block.moved)
+  look();
+  if (block.moved && capturing())
     throw std::runtime_error(
         "offload: a saved tensor that was moved to the host cannot come back while its stream is captured into a CUDA "
         "graph; capture the forward that saves it, too, or run this backward outside of the capture");
@@ -530,12 +637,15 @@ c10::Storage Tracker::read(Block& block, Packed& packed, int64_t* offset) {
              outgoing && !block.resized(*outgoing->source.unsafeGetStorageImpl())) {
     storage = outgoing->source;  // still here
   } else {
-    if (auto alive = block.restored.lock(); alive && block.restored_hull.contains(packed.range))
+    if (auto alive = block.restored.lock(); alive && block.restored_hull.contains(packed.range)) {
       storage = c10::Storage(std::move(alive));
-    else
+    } else {
+      if (now == nullptr && engine.mover->asynchronous()) now = engine.mover->record(residency.device);
       storage = bring(block, now, true);
+    }
     // Every reader waits: earlier readers may have been on other streams.
-    const bool first = std::exchange(block.arriving, false) && engine.mover->asynchronous();
+    const bool first = std::exchange(block.arriving, false) && engine.mover->asynchronous() &&
+                       !std::ranges::all_of(block.transfers, [](auto& transfer) { return transfer->arrived(); });
     if (first && now == nullptr) now = engine.mover->record(residency.device);
     for (auto& transfer : block.transfers) transfer->wait_in(storage);
     if (first) {
@@ -568,11 +678,30 @@ void Tracker::read_kept(Block& block, Packed& packed) {
 
 c10::Storage Tracker::bring(Block& block, EventPtr& now, bool needed) {
   reserve(block.staging);
+  // The allocation may reuse memory that has just left: `now` must be behind the waits for that.
+  if (needed && !capturing())
+    if (EventPtr later = make_room(block.hull.size(), now)) now = std::move(later);
+  EventPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->record(residency.device);
+  c10::Storage storage = start_bring(block, now);
+  if (begin != nullptr) stall(std::move(begin), engine.mover->record(residency.device), "copy back");
+  for (size_t i = 0; i < block.runs.size(); ++i) span(false, *block.transfers[i]);
+  brought(block, storage);
+  return storage;
+}
+
+void Tracker::brought(Block& block, const c10::Storage& storage) {
+  block.arriving = true;
+  if (block.unread > 0) block.held = storage;
+  if (!block.read && block.ahead == 0) ahead_bytes_ += block.ahead = block.hull.size();
+}
+
+void Tracker::no_longer_ahead(Block& block) {
+  ahead_bytes_ -= std::exchange(block.ahead, 0);
+}
+
+c10::Storage Tracker::start_bring(Block& block, const EventPtr& now) {
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
-  // The allocation may reuse memory that has just left: `now` must be behind the waits for that.
-  if (needed && !capturing_)
-    if (EventPtr later = make_room(bytes, now)) now = std::move(later);
   c10::Storage storage = block.transfers.front()->home();
   block.restored_hull = block.hull;
   block.restored_offset = 0;
@@ -584,28 +713,48 @@ c10::Storage Tracker::bring(Block& block, EventPtr& now, bool needed) {
   block.restored = c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl());
   residency.count(bytes);
   residency.restored.emplace_back(block.restored, bytes);
-  EventPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->record(residency.device);
   size_t started = 0;
   try {
     for (; started < block.runs.size(); ++started) {
       const Range& run = block.runs[started];
-      Transfer& transfer = *block.transfers[started];
-      transfer.start_in({storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype}, now);
-      span(false, transfer);
+      block.transfers[started]->start_in(
+          {storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype}, now);
     }
   } catch (...) {  // copies are on their way to memory that is about to be freed
     for (size_t i = 0; i < started; ++i) block.transfers[i]->wait_in(storage);
     throw;
   }
-  if (begin != nullptr) stall(std::move(begin), engine.mover->record(residency.device), "copy back");
-  block.arriving = true;
-  if (block.unread > 0) block.held = storage;
   return storage;
+}
+
+void Tracker::bring_joint(std::vector<std::shared_ptr<Block>>& blocks, EventPtr& now) {
+  const auto coming = std::exchange(blocks, {});
+  if (coming.empty()) return;
+  if (coming.size() == 1) return void(bring(*coming.front(), now, false));
+  if (now == nullptr) now = engine.mover->record(residency.device);
+  std::vector<c10::Storage> storages;
+  std::vector<std::vector<std::shared_ptr<Transfer>>> transfers;
+  const auto end = [&] {
+    engine.mover->end_joint();
+    span_joint(false, transfers);
+    for (size_t i = 0; i < storages.size(); ++i) brought(*coming[i], storages[i]);
+  };
+  engine.mover->begin_joint();
+  try {
+    for (const auto& block : coming) {
+      storages.push_back(start_bring(*block, now));
+      transfers.push_back(block->transfers);
+    }
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
 }
 
 void Tracker::prefetch(int64_t current, EventPtr& now) {
   const bool any = plan_ != nullptr ? next_back_ < plan_->back.size() : !moved_.empty();
-  if (!any || !engine.mover->asynchronous() || capturing_) return;
+  if (!any || !engine.mover->asynchronous() || capturing()) return;
   try {
     prefetch_some(current, now);
   } catch (const c10::OutOfMemoryError&) {  // not needed yet: the read brings it back
@@ -615,15 +764,32 @@ void Tracker::prefetch(int64_t current, EventPtr& now) {
 void Tracker::prefetch_some(int64_t current, EventPtr& now) {
   const auto wanted = [](const std::shared_ptr<Block>& b) { return b && b->moved && !b->read && !b->held; };
   if (plan_ != nullptr) {
-    for (; next_back_ < plan_->back.size(); ++next_back_) {
-      const auto [tensor, from] = plan_->back[next_back_];
+    // Small ones come with one that is due.
+    std::vector<std::shared_ptr<Block>> joint;
+    int64_t bytes = 0;
+    for (size_t i = next_back_; i < plan_->back.size(); ++i) {
+      const auto [tensor, from] = plan_->back[i];
       auto block = planned_blocks_[size_t(tensor)].lock();
       if (block != nullptr) block = root(block);
-      if (!wanted(block)) continue;
-      if (from > operation() || !block->outgoing.expired()) return;
-      if (residency.counted + block->hull.size() > plan_->room) return;
-      bring(*block, now, false);
+      if (wanted(block)) {
+        const int64_t size = block->hull.size();
+        const bool small = joins(*block, 0, 0) && !block->record->compressed && block->transfers.size() == 1;
+        const bool with = small && !joint.empty() && joins(*block, joint.size(), bytes);
+        if (!block->outgoing.expired() || (from > operation() && !with)) break;
+        if (residency.counted + bytes + size > plan_->room) {
+          // Enough is there for now, and more will fit later.
+          if (with && ahead_bytes_ >= kJointBytes / 2) joint.clear();
+          break;
+        }
+        if (!with) bring_joint(joint, now), next_back_ = i, bytes = 0;
+        if (small)
+          joint.push_back(std::move(block)), bytes += size;
+        else
+          bring(*block, now, false);
+      }
+      if (joint.empty()) next_back_ = i + 1;
     }
+    bring_joint(joint, now);
     return;
   }
   // Without a plan: in reverse order of the saves, as far as there is room, and at least one tensor ahead.
@@ -642,7 +808,9 @@ void Tracker::prefetch_some(int64_t current, EventPtr& now) {
 
 // The end of the `with` block: compute waits for copies out, which frees their sources.
 void Tracker::exit() {
-  if (engine.mover->capturing(residency.device)) return;
+  capturing_.reset();
+  if (capturing()) return;
+  move_postponed(nullptr);
   residency.poll();
   drop_until(-1, nullptr);
 }

@@ -22,9 +22,11 @@
 // ended is free.
 //
 // Host cost. A moved tensor takes four events (save, end of the copy out, read, end of the copy back), four waits and
-// one query; a kept one takes none. How long a stream waited follows from the event that it was at and the one that it
-// waited for; none is recorded behind a wait. Nothing is queried where a wait does as well, and
-// otherwise at most every tenth of a millisecond.
+// one query; a kept one takes none. Small tensors that a plan moves uncompressed take them together, up to kMostJoint
+// of them: they leave when the last of them has been saved, or the room is needed, and come back when the first of them
+// is due and there is room. How long a stream waited follows from the event that it was at and the one that it waited
+// for; none is recorded behind a wait. Nothing is queried where a wait does as well, and otherwise at most every tenth
+// of a millisecond. Whether the stream is captured is asked for what may move, once per save or read.
 //
 // All of this runs under Python's lock.
 #pragma once
@@ -59,6 +61,11 @@ using Ranges = c10::SmallVector<Range, 1>;
 
 enum Reason : uint8_t { kSmall, kLast, kPool, kHost, kBudget, kOther, kReasons };
 constexpr std::array<const char*, kReasons> kReasonNames = {"small", "last", "pool", "host", "budget", "other"};
+
+// Tensors that share the events of a copy: so many, of so many bytes together, which the bus takes longer for than the
+// host.
+constexpr size_t kMostJoint = 16;
+constexpr int64_t kJointBytes = 4 << 20;
 
 struct Settings {
   std::optional<int64_t> budget;
@@ -173,6 +180,7 @@ struct Block : std::enable_shared_from_this<Block> {
   Range restored_hull{0, 0};
   int64_t restored_offset = 0;
   bool arriving = false;  // no stream has waited for the copy back yet
+  int64_t ahead = 0;      // bytes of it that came back before its first read
 
   void drop_held();
 
@@ -232,9 +240,10 @@ class Tracker {
   Tracker(Engine& engine, Use& use, Residency& residency, std::shared_ptr<const TransferPlan> plan);
   ~Tracker();
 
-  // Updates residency and capture state; called for every save and read. Returns whether the current stream is
-  // captured.
-  bool look();
+  // Updates residency; called for every save and read.
+  void look();
+  // Whether the current stream is captured; asked once after each look.
+  bool capturing();
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const VersionCheck& version, bool may_move,
                               bool uncounted = false);
   c10::Storage read(Block& block, Packed& packed, int64_t* offset);
@@ -265,6 +274,7 @@ class Tracker {
   int64_t operation() const { return forward == 0 ? saves : forward + reads - 1; }
   void stall(EventPtr begin, EventPtr end, const std::string& name);
   void span(bool out, const Transfer& transfer);
+  void span_joint(bool out, const std::vector<std::vector<std::shared_ptr<Transfer>>>& transfers);
   bool planned() const { return plan_ != nullptr; }
   void forget(Block& block);
 
@@ -274,6 +284,11 @@ class Tracker {
     c10::SmallVector<Block*, 1> blocks;
     Ranges parameters;
   };
+  // A small block that is going to move.
+  struct Postponed {
+    std::weak_ptr<Block> block;
+    double density;
+  };
   std::shared_ptr<Block> create(const at::Tensor& x, Range range, const VersionCheck& version, Entry& entry,
                                 Reason reason, bool uncounted);
   void admit(const std::shared_ptr<Block>& block, int64_t bytes);
@@ -281,9 +296,19 @@ class Tracker {
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
   // `share`: compressed share of its bytes, where the plan chooses the codec.
   bool move(Block& block, double share = 0, double density = 0);
+  bool may_move(Block& block);  // not if its storage has other memory now; then it stays
+  void moved(Block& block, std::vector<std::shared_ptr<Transfer>> transfers);  // or kept, without any
   std::vector<std::shared_ptr<Transfer>> send(Block& block, const c10::Storage& source, const Ranges& runs,
                                               at::ScalarType dtype, Codec codec, const EventPtr& ready, double density,
                                               double share);
+  std::vector<std::shared_ptr<Transfer>> start(Block& block, const c10::Storage& source, const Ranges& runs,
+                                               at::ScalarType dtype, Codec codec, const EventPtr& ready, double density,
+                                               double share);
+  // Whether it is small enough to share its events; the rest of `bytes` is of those that it would share them with.
+  bool joins(const Block& block, size_t count, int64_t bytes) const;
+  void postpone(const std::shared_ptr<Block>& block, double density);
+  // Moves what was postponed. `ready`: an event of the stream of the saves, behind these, or null.
+  void move_postponed(EventPtr ready);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Transfer>> transfers, int64_t bytes);
   void evict();
   // The bytes of a block that has not moved are complete only after the pending work of these streams, too.
@@ -296,6 +321,10 @@ class Tracker {
   EventPtr drop_until(int64_t most, EventPtr now);     // until at most so many bytes count
   EventPtr record_read(Block& block, Packed& packed);  // the event of the read, if one was recorded
   c10::Storage bring(Block& block, EventPtr& now, bool needed);
+  c10::Storage start_bring(Block& block, const EventPtr& now);
+  void brought(Block& block, const c10::Storage& storage);
+  void no_longer_ahead(Block& block);
+  void bring_joint(std::vector<std::shared_ptr<Block>>& blocks, EventPtr& now);
   c10::Storage refilled(const Block& block) const;
   void prefetch(int64_t current, EventPtr& now);
   void prefetch_some(int64_t current, EventPtr& now);
@@ -306,16 +335,20 @@ class Tracker {
   std::deque<std::weak_ptr<Block>> evictable_, moved_;
   std::vector<std::weak_ptr<Block>> planned_blocks_;
   std::shared_ptr<const TransferPlan> plan_;
-  bool capturing_ = false;  // at the last look
+  std::optional<bool> capturing_;  // since the last look
+  std::vector<Postponed> postponed_;
+  int64_t postponed_bytes_ = 0, ahead_bytes_ = 0;
+  c10::Stream postponed_on_{c10::Stream::DEFAULT, c10::Device(c10::kCPU)};
   size_t next_back_ = 0;
   int64_t previous_bytes_ = 0;
 };
 
 class Use : public std::enable_shared_from_this<Use> {
  public:
-  // `timed`: measures every operation, not only both phases. `counts`: counts non-zero elements where there is no plan.
+  // `timed`: measures every operation, not only both phases. `counts`: seconds of the host that counting non-zero
+  // elements may take, where there is no plan; of tensors from the `counts_from`th on.
   Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-      bool counts);
+      double counts, int64_t counts_from);
 
   std::unique_ptr<Packed> pack(PyObject* object);
   at::Tensor unpack(Packed& packed);
@@ -324,7 +357,12 @@ class Use : public std::enable_shared_from_this<Use> {
   bool finished() const { return finished_; }
 
   std::shared_ptr<Engine> engine;
-  const bool timed, counts;
+  const bool timed;
+  // Seconds of the host that are left for counting, and the tensor that it is for, or from.
+  double counts;
+  int64_t counts_from;
+  // The first tensor that there was no time to count; none: all of them were counted.
+  std::optional<int64_t> uncounted_from;
   bool slow = false;  // it had to wait for the system to allocate host memory
   std::vector<std::unique_ptr<Tracker>> trackers;
 

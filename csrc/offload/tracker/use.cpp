@@ -163,8 +163,8 @@ bool frozen(PyObject* object, const at::Tensor& x) {
 }  // namespace
 
 Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-         bool counts)
-    : engine(std::move(engine)), timed(timed), counts(counts), plans_(std::move(plans)) {}
+         double counts, int64_t counts_from)
+    : engine(std::move(engine)), timed(timed), counts(counts), counts_from(counts_from), plans_(std::move(plans)) {}
 
 Tracker& Use::tracker(c10::Device device) {
   for (auto& tracker : trackers)
@@ -195,13 +195,14 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
     packed->tensor = leaf ? x : shared(x);
     return packed;
   }
-  const bool capturing = own.look();
+  own.look();
   const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
   const bool uncounted = frozen(object, x);
-  auto block =
-      own.save(x, range, packed->version,
-               engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !uncounted,
-               uncounted);
+  // What is part of so little memory does not move, captured or not.
+  const bool small = int64_t(x.storage().nbytes()) < engine->settings.min_bytes;
+  const bool may_move = engine->mover->moves(device) && aligned && engine->mover->holds(x.storage()) && !uncounted &&
+                        (small || !own.capturing());
+  auto block = own.save(x, range, packed->version, may_move, uncounted);
   ++block->unread;
   ++unread_;
   packed->blocks.push_back(std::move(block));

@@ -69,7 +69,8 @@ struct Sent {
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  // Whether the host knows that the copy out has ended. `ask`: asks the device if needed; else the answer may be late.
+  // Whether the host knows that the copy out has ended. `ask`: asks the device if needed; else the answer may be late,
+  // and it is enough that the stream that the bytes were moved on waits for it already.
   virtual bool is_out(bool ask) = 0;
   // Makes the stream that the bytes were moved on wait for the copy out: its later work may overwrite the source.
   virtual void wait_out() = 0;
@@ -78,6 +79,8 @@ class Transfer {
   virtual void start_in(const Bytes& to, const EventPtr& now) = 0;
   // Makes the current stream, which is going to read `to`, wait for the copy back.
   virtual void wait_in(const c10::Storage& to) = 0;
+  // Whether the current stream is known to be behind the copy back: then a wait for it enqueues nothing.
+  virtual bool arrived() const { return false; }
 
   // Where the bytes always are, for a mover that moves pages and not addresses; else empty.
   virtual c10::Storage home() const { return {}; }
@@ -112,6 +115,12 @@ class Mover {
   // from the first on, that Codec::zvc compresses; the rest crosses uncompressed.
   virtual std::shared_ptr<Transfer> out(const Bytes& from, Codec codec, const EventPtr& ready, double density,
                                         double share) = 0;
+  // Whether several uncompressed copies of one direction can share the event of their end.
+  virtual bool joins() const { return false; }
+  // Copies that are started between these two calls share it: what a Transfer says of its end, and whoever waits for
+  // it, comes after the second.
+  virtual void begin_joint() {}
+  virtual void end_joint() {}
   // Starts to count the elements that have any bit set; empty where the mover has no use for it.
   virtual Count count(const Bytes& bytes) = 0;
   // Device memory that the codec needs beside a tensor of that size in transfer.
@@ -123,6 +132,7 @@ class Mover {
   virtual std::vector<int64_t> missing_host(const std::vector<std::pair<int64_t, int64_t>>& tensors) const {
     return {};
   }
+  // `allocate_host` takes its time, so that it delays nobody's calls to the driver by much.
   virtual void* allocate_host(c10::DeviceIndex device, int64_t bytes) const { return nullptr; }
   virtual void keep_host(void* data, int64_t bytes) {}
   // Host bytes held now, and most ever held; release gives free ones back to the system.
@@ -135,6 +145,7 @@ class Mover {
   // Frees the codec's device memory; the next copy allocates it again.
   virtual void settle(c10::Device device) {}
   // Bytes per second out and back, measured once per process; zeros without a bus, or without memory to measure with.
+  // On any thread, without Python's lock.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
   // Bytes per second that the codec reads and writes, approximately; 0 where it does not run or nothing is known.
   virtual double codec_rate(c10::DeviceIndex device) const { return 0; }

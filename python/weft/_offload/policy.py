@@ -167,14 +167,10 @@ def plan_movable(
     compress: str | None,
     movable: Sequence[bool],
     slowdown: float = 0.0,
-    effort: float = 1.0,
 ) -> Plan:
-    """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked. `effort`: share of the
-    usual work of the search."""
+    """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked."""
     limit = _budget(limit)
-    moves = _C.offload.plan(
-        *_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown, effort
-    )
+    moves = _C.offload.plan(*_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown)
     return _predict(timeline, [Move(*move) for move in moves], limit, link)
 
 

@@ -2,6 +2,9 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "offload/cuda/zvc_compress.h"
 #include "offload/policy/policy.h"
@@ -33,24 +36,25 @@ void free_buffer(void* data, const std::shared_ptr<void>& busy) {
 }
 
 // Bytes per second out and back, measured with a buffer outside of the pool.
-std::pair<double, double> measure(const CopyStreams& streams, c10::DeviceIndex device) {
-  constexpr int64_t kBytes = 16 << 20;  // more takes longer to allocate than a first step has
+std::pair<double, double> measure(c10::DeviceIndex device) {
+  constexpr int64_t kBytes = 16 << 20;  // no longer than the step beside it can do without the driver
   const c10::cuda::CUDAGuard guard(device);
+  const auto stream = c10::cuda::getStreamFromPool(true, device);
   const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), free_pinned);
   if (host == nullptr) return {0, 0};
-  const c10::DataPtr there = scratch(streams.out, kBytes);
-  const auto timed = [&](c10::cuda::CUDAStream stream, void* to, const void* from) {
+  const c10::DataPtr there = scratch(stream, kBytes);
+  const auto timed = [&](void* to, const void* from, cudaMemcpyKind kind) {
     CudaEventPtr begin, end;
     for (int i = 0; i < 2; ++i) {  // the first is a warm-up
       begin = record_on(stream);
-      cuda_check(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDefault, stream.stream()), "measured copy");
+      copy_pinned(to, from, kBytes, kind, stream, "measured copy");
       end = record_on(stream);
     }
     end->synchronize();
     return double(kBytes) / end->since(*begin);
   };
-  const double out = timed(streams.out, host.get(), there.get());
-  return {out, timed(streams.in, there.get(), host.get())};
+  const double out = timed(host.get(), there.get(), cudaMemcpyDeviceToHost);
+  return {out, timed(there.get(), host.get(), cudaMemcpyHostToDevice)};
 }
 
 // Bytes of a tensor that the codec stages at a time: large enough for the bus, and a small part of the budget, which
@@ -65,7 +69,8 @@ int64_t segment_for(std::optional<int64_t> budget) {
 class CopyMover : public CudaMover {
  public:
   CopyMover(int64_t limit, Codec codec, std::optional<int64_t> budget)
-      : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_buffer}, limit)),
+      : pool_(std::make_shared<HostPool>(HostMemory{[](int64_t bytes) { return allocate_pinned(bytes); }, free_buffer},
+                                         limit)),
         segment_(segment_for(budget)),
         streams_(segment_),
         codec_(codec) {}
@@ -82,13 +87,31 @@ class CopyMover : public CudaMover {
       if (buffer == nullptr) return nullptr;
       auto transfer =
           std::make_shared<P>(streams_[from.storage.device().index()], std::move(buffer), from, density, share);
-      transfer->start_out(from, ready);
+      transfer->start_out(from, ready, joint_);
       return transfer;
     };
     if (!may_code || codec == Codec::none || (codec == Codec::zvc && compressed_elements(n, share) == 0))
       return start(static_cast<RawTransfer*>(nullptr));
     if (codec == Codec::rle) return start(static_cast<RleTransfer*>(nullptr));
     return start(static_cast<ZvcTransfer*>(nullptr));
+  }
+  bool joins() const override { return true; }
+  void begin_joint() override { joint_.open = true; }
+  void end_joint() override {
+    joint_.open = false;
+    const auto outs = std::exchange(joint_.outs, {}), ins = std::exchange(joint_.ins, {});
+    if (!outs.empty()) {
+      CopyStreams& streams = outs.front()->streams();
+      const CudaEventPtr end = offload::record_on(streams.out);
+      ++streams.outs;
+      for (CopyTransfer* transfer : outs) transfer->end_out(end, streams.outs);
+    }
+    if (!ins.empty()) {
+      CopyStreams& streams = ins.front()->streams();
+      const CudaEventPtr end = offload::record_on(streams.in);
+      ++streams.ins;
+      for (CopyTransfer* transfer : ins) transfer->end_in(end, streams.ins);
+    }
   }
   Count count(const Bytes& bytes) override {
     const c10::cuda::CUDAGuard guard(bytes.storage.device().index());
@@ -122,7 +145,7 @@ class CopyMover : public CudaMover {
   }
   void* allocate_host(c10::DeviceIndex device, int64_t bytes) const override {
     const c10::cuda::CUDAGuard guard(device);
-    return allocate_pinned(bytes);
+    return allocate_pinned(bytes, /*patiently=*/true);
   }
   void keep_host(void* data, int64_t bytes) override { pool_->add(data, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }
@@ -132,11 +155,13 @@ class CopyMover : public CudaMover {
   void close() override { pool_->close(); }
   void settle(c10::Device device) override { streams_.release_staging(device.index()); }
   std::pair<double, double> rates(c10::DeviceIndex device) override {
+    static auto* const mutex = new std::mutex;
     static auto* const measured = new std::map<c10::DeviceIndex, std::pair<double, double>>;
+    const std::lock_guard lock(*mutex);
     auto it = measured->find(device);
     if (it != measured->end()) return it->second;
     try {
-      const auto found = measure(streams_[device], device);
+      const auto found = measure(device);
       if (found.first > 0) measured->emplace(device, found);
       return found;
     } catch (const c10::OutOfMemoryError&) {  // a full device is no reason to fail a step
@@ -174,6 +199,7 @@ class CopyMover : public CudaMover {
   const int64_t segment_;
   StreamsOfDevices streams_;
   const Codec codec_;
+  Joint joint_;
 };
 
 }  // namespace

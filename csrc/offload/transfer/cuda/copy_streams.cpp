@@ -109,6 +109,10 @@ void CudaEvent::make_wait(c10::cuda::CUDAStream stream) const {
   waited_ = next_number();
 }
 
+void CudaEvent::make_wait_once(c10::cuda::CUDAStream stream) const {
+  if (waiter_ != identity(stream)) make_wait(stream);
+}
+
 void CudaEvent::make_wait_after_free(cudaStream_t stream) const {
   const c10::cuda::OptionalCUDAGuard guard(stream == nullptr ? std::optional(c10::Device(c10::kCUDA, device_))
                                                              : std::nullopt);
@@ -135,6 +139,15 @@ void make_wait(const Event& event, c10::cuda::CUDAStream stream) {
   }
 }
 
+void make_wait_once(const Event& event, c10::cuda::CUDAStream stream) {
+  if (const Event::Pair* pair = event.pair()) {
+    make_wait_once(*pair->a, stream);
+    make_wait_once(*pair->b, stream);
+  } else {
+    static_cast<const CudaEvent&>(event).make_wait_once(stream);
+  }
+}
+
 EventPtr record_unless_captured(c10::Stream stream) {
   if (!stream.device().is_cuda()) return host_event();
   const c10::cuda::CUDAStream on(stream);
@@ -155,6 +168,17 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   TORCH_CHECK_WITH(OutOfMemoryError, !refused(refusals().device), "offload: out of memory, for a test");
   const c10::cuda::CUDAStreamGuard guard(stream);
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
+}
+
+void copy_pinned(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream,
+                 const char* what) {
+  const auto host = reinterpret_cast<uintptr_t>(kind == cudaMemcpyDeviceToHost ? to : from);
+  for (int64_t done = 0, part; done < bytes; done += part) {
+    part = std::min<int64_t>(bytes - done, kPinnedPiece - int64_t((host + uintptr_t(done)) % uintptr_t(kPinnedPiece)));
+    cuda_check(cudaMemcpyAsync(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size_t(part), kind,
+                               stream.stream()),
+               what);
+  }
 }
 
 Staging::~Staging() {
@@ -239,10 +263,10 @@ Sources& sources() {
 
 }  // namespace
 
-void guard_source(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaEventPtr out) {
+void guard_source(const void* data, c10::cuda::CUDAStream moved_on, CudaEventPtr out) {
   Sources& all = sources();
   const std::lock_guard lock(all.mutex);
-  all.copies.emplace(reinterpret_cast<size_t>(storage.data()), Sources::Copy{moved_on.stream(), std::move(out)});
+  all.copies.emplace(reinterpret_cast<size_t>(data), Sources::Copy{moved_on.stream(), std::move(out)});
   ++all.count;
 }
 

@@ -35,6 +35,8 @@ class CudaEvent : public Event {
   const void* stream() const override { return stream_; }
   // Makes the stream's later work wait for this event.
   void make_wait(c10::cuda::CUDAStream stream) const;
+  // For a stream that lives as long as the process: what already waits for it waits no second time.
+  void make_wait_once(c10::cuda::CUDAStream stream) const;
   // Whether its stream waited for `other` before this event was recorded, as far as `other` remembers.
   bool is_behind(const CudaEvent& other) const { return other.waiter_ == stream_ && other.waited_ < recorded_; }
   // make_wait for callers inside torch's allocator, which may not hold Python's lock: remembers nothing. A captured
@@ -61,8 +63,9 @@ inline CudaEventPtr record_on(c10::cuda::CUDAStream stream) {
   return std::make_shared<CudaEvent>(stream);
 }
 
-// CudaEvent::make_wait, for an event that may be a pair.
+// CudaEvent::make_wait and make_wait_once, for an event that may be a pair.
 void make_wait(const Event& event, c10::cuda::CUDAStream stream);
+void make_wait_once(const Event& event, c10::cuda::CUDAStream stream);
 
 // Records an event on a stream of any device; null while the stream is captured.
 EventPtr record_unless_captured(c10::Stream stream);
@@ -108,16 +111,19 @@ struct CopyStreams {
   c10::cuda::CUDAStream out, in, compress, decompress;
   Staging staging;
   EventPtr last_out, last_in;  // ends of the latest copies
-  int64_t outs = 0;            // copies out so far
-  // The last of them that the stream waits for by now.
-  int64_t& waited(c10::cuda::CUDAStream stream) {
+  int64_t outs = 0, ins = 0;   // ends of copies so far that are on the streams `out` and `in`
+  // The last of them that a stream waits for by now.
+  struct Waited {
+    int64_t out = 0, in = 0;
+  };
+  Waited& waited(c10::cuda::CUDAStream stream) {
     for (auto& [waiting, last] : waited_)
       if (waiting == stream) return last;
-    return waited_.emplace_back(stream, 0).second;
+    return waited_.emplace_back(stream, Waited{}).second;
   }
 
  private:
-  std::vector<std::pair<c10::cuda::CUDAStream, int64_t>> waited_;
+  std::vector<std::pair<c10::cuda::CUDAStream, Waited>> waited_;
 };
 
 // When a copy begins that waits for `ready` and for the copy before it on its stream.
@@ -149,6 +155,10 @@ c10::Storage allocate_on(c10::Device device, int64_t bytes);
 // Device memory for work on the stream; freed memory goes to the stream's later work.
 c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 
+// A copy between the device and pinned memory, cut where that may end.
+void copy_pinned(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream,
+                 const char* what);
+
 // Tells torch's allocator that the stream uses the memory, so that after the last owner released it nobody gets it
 // before the stream is done. Does nothing for the stream that the memory was allocated for.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
@@ -157,7 +167,7 @@ void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
 // resize_, because a reference to a storage does not keep its memory. When torch's allocator reports the free, the
 // memory's stream waits for the copy. (recordStream would delay the reuse of every moved tensor's memory until the host
 // has seen the copy stream's work end.) `moved_on`: the stream that the memory was saved on.
-void guard_source(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaEventPtr out);
+void guard_source(const void* data, c10::cuda::CUDAStream moved_on, CudaEventPtr out);
 // Ends the guard: the copy has ended, or the stream waits for it.
 void release_source(const void* data, const CudaEventPtr& out);
 

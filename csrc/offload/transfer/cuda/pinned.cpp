@@ -1,5 +1,6 @@
 // cudaHostAlloc touches page by page, which takes half a second per GiB and delays a first step. Large buffers are
-// mapped here instead, in huge pages where the system has them, touched by several threads, and registered.
+// mapped here instead, in huge pages where the system has them, touched by several threads, and registered: in pieces,
+// since nobody else gets to the driver meanwhile.
 #include "offload/transfer/cuda/pinned.h"
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -22,6 +24,7 @@ namespace {
 
 constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
+constexpr int kRest = 4;  // how much longer than it worked a patient allocation rests
 
 int64_t page_size() {
   static const int64_t size = sysconf(_SC_PAGESIZE);
@@ -56,7 +59,28 @@ void touch(char* data, int64_t bytes) {
   for (std::thread& thread : threads) thread.join();
 }
 
-void* allocate_mapped(int64_t bytes) {
+// Does a piece of the work.
+template <typename Work>
+bool do_piece(bool patiently, const Work& work) {
+  const auto begin = std::chrono::steady_clock::now();
+  const bool done = work();
+  if (patiently) std::this_thread::sleep_for(kRest * (std::chrono::steady_clock::now() - begin));
+  return done;
+}
+
+// The end of the piece at `data`, of a buffer that ends at `end`.
+char* piece_end(char* data, char* end) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  return data + std::min<int64_t>(end - data, kPinnedPiece - int64_t(address % uintptr_t(kPinnedPiece)));
+}
+
+void unmap(char* data, size_t size, char* registered) {
+  for (char* piece = data; piece < registered; piece = piece_end(piece, data + size))
+    if (cudaHostUnregister(piece) != cudaSuccess) cudaGetLastError();
+  munmap(data, size);
+}
+
+void* allocate_mapped(int64_t bytes, bool patiently) {
   int device = 0, by_host_address = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&by_host_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess ||
@@ -74,10 +98,16 @@ void* allocate_mapped(int64_t bytes) {
   munmap(data + size, kHugePage - before);
   madvise(data, size, MADV_HUGEPAGE);
   madvise(data, size, MADV_DONTFORK);  // else copy-on-write after a fork may give the address other pages
-  touch(data, int64_t(size));
-  if (cudaHostRegister(data, size, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess) {
+  for (char *piece = data, *end; piece < data + size; piece = end) {
+    end = piece_end(piece, data + size);
+    const bool done = do_piece(patiently, [&] {
+      touch(piece, end - piece);
+      return cudaHostRegister(piece, size_t(end - piece), cudaHostRegisterPortable | cudaHostRegisterMapped) ==
+             cudaSuccess;
+    });
+    if (done) continue;
     cudaGetLastError();  // clear it, as below; cudaHostAlloc may still succeed
-    munmap(data, size);
+    unmap(data, size, piece);
     return nullptr;
   }
   const std::lock_guard lock(mapped().mutex);
@@ -87,11 +117,13 @@ void* allocate_mapped(int64_t bytes) {
 
 }  // namespace
 
-void* allocate_pinned(int64_t bytes) {
+void* allocate_pinned(int64_t bytes, bool patiently) {
   if (refused(refusals().host)) return nullptr;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes) : nullptr;
-  if (data != nullptr || cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
+  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes, patiently) : nullptr;
+  if (data != nullptr) return data;
+  if (do_piece(patiently, [&] { return cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess; }))
+    return data;
   cudaGetLastError();  // clear it, or the next check reports it as its own
   return nullptr;
 }
@@ -107,8 +139,10 @@ void free_pinned(void* data) {
       mapped().all.erase(it);
     }
   }
-  if ((size > 0 ? cudaHostUnregister(data) : cudaFreeHost(data)) != cudaSuccess) cudaGetLastError();
-  if (size > 0) munmap(data, size);
+  if (size > 0)
+    unmap(static_cast<char*>(data), size, static_cast<char*>(data) + size);
+  else if (cudaFreeHost(data) != cudaSuccess)
+    cudaGetLastError();
 }
 
 }  // namespace weft::offload

@@ -25,9 +25,9 @@ int64_t expected(int64_t n, double density) {
 }
 
 void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream) {
-  cuda_check(cudaMemcpyAsync(to, from, size_t(bytes), kind, stream.stream()),
-             kind == cudaMemcpyDeviceToHost ? "copy of a saved tensor to the host"
-                                            : "copy of a saved tensor back from the host");
+  copy_pinned(to, from, bytes, kind, stream,
+              kind == cudaMemcpyDeviceToHost ? "copy of a saved tensor to the host"
+                                             : "copy of a saved tensor back from the host");
 }
 
 size_t compress_workspace(int64_t n, int64_t itemsize) {
@@ -51,40 +51,49 @@ CopyTransfer::CopyTransfer(CopyStreams& streams, std::unique_ptr<HostPool::Buffe
       buffer_(std::move(buffer)),
       moved_on_(c10::cuda::getCurrentCUDAStream(from.storage.device().index())) {}
 
-void CopyTransfer::start_out(const Bytes& from, EventPtr ready) {
+void CopyTransfer::start_out(const Bytes& from, EventPtr ready, Joint& joint) {
+  joint_ = &joint;
   used_on(from.storage, moved_on_);
   if (ready == nullptr) ready = record_on(moved_on_);
   const auto first = first_out();
-  make_wait(*ready, first);
+  make_wait_once(*ready, first);
   if (buffer_->busy != nullptr) {
     // The stream that saved this tensor may have read the buffer's last one: then it has waited for that copy already.
     const auto busy = std::static_pointer_cast<const CudaEvent>(buffer_->busy);
     const bool waited = ready->pair() == nullptr && static_cast<const CudaEvent&>(*ready).is_behind(*busy);
-    if (!waited) busy->make_wait(first);
+    if (!waited) busy->make_wait_once(first);
   }
   out_begin = begin_of(ready, streams_.last_out);
   send(address(from.storage) + from.lo, from.size());
-  streams_.last_out = out_end = out_ = record_on(streams_.out);
-  number_ = ++streams_.outs;
+  source_ = from.storage.data();
+  if (joint.open && joins())
+    joint.outs.push_back(this);
+  else
+    end_out(record_on(streams_.out), ++streams_.outs);
+}
+
+void CopyTransfer::end_out(CudaEventPtr end, int64_t number) {
+  streams_.last_out = out_end = out_ = std::move(end);
+  number_ = number;
   for (auto& number : numbers_) number->written(out_);
   buffer_->busy = std::const_pointer_cast<CudaEvent>(out_);
-  source_ = from.storage.data();
-  guard_source(from.storage, moved_on_, out_);
+  guard_source(source_, moved_on_, out_);
 }
 
 void CopyTransfer::release_out() {
+  if (out_ == nullptr) return;
   if (const void* source = std::exchange(source_, nullptr)) release_source(source, out_);
 }
 
 bool CopyTransfer::is_out(bool ask) {
-  const bool out = ask ? out_->completed() : out_->known_completed();
+  const bool out = ask ? out_->completed() : out_->known_completed() || streams_.waited(moved_on_).out >= number_;
   if (out) release_out();
   return out;
 }
 
 void CopyTransfer::wait_out() {
   release_out();
-  int64_t& waited = streams_.waited(moved_on_);
+  int64_t& waited = streams_.waited(moved_on_).out;
   if (waited >= number_ || out_->known_completed()) return;
   out_->make_wait(moved_on_);
   waited = number_;
@@ -94,24 +103,46 @@ void CopyTransfer::start_in(const Bytes& to, const EventPtr& now) {
   const c10::cuda::CUDAGuard guard(to.storage.device().index());
   allocated_on_ = c10::cuda::getCurrentCUDAStream(to.storage.device().index());
   const EventPtr ready = now != nullptr ? now : record_on(*allocated_on_);
-  make_wait(*ready, streams_.in);
+  make_wait_once(*ready, streams_.in);
   // Where the stream has waited for the copy out, `ready` is behind that wait.
-  if (!out_->known_completed() && streams_.waited(*allocated_on_) < number_) out_->make_wait(streams_.in);
+  if (!out_->known_completed() && streams_.waited(*allocated_on_).out < number_) out_->make_wait_once(streams_.in);
   in_begin = begin_of(ready, streams_.last_in);
   const auto last = receive(address(to.storage) + to.lo, to.size());
-  const CudaEventPtr copied = record_on(streams_.in);
-  streams_.last_in = in_end = copied;
-  here = in_ = last == streams_.in ? copied : record_on(last);
+  if (joint_->open && joins()) {
+    joint_->ins.push_back(this);
+    return;
+  }
+  end_in(record_on(streams_.in), ++streams_.ins);
+  if (last == streams_.in) return;
+  here = in_ = record_on(last);
+  number_in_ = 0;
   buffer_->busy = std::const_pointer_cast<CudaEvent>(in_);
+}
+
+void CopyTransfer::end_in(CudaEventPtr end, int64_t number) {
+  streams_.last_in = in_end = here = in_ = std::move(end);
+  number_in_ = number;
+  buffer_->busy = std::const_pointer_cast<CudaEvent>(in_);
+}
+
+void CopyTransfer::make_wait_in(c10::cuda::CUDAStream stream) {
+  if (is_behind(stream) || in_->known_completed()) return;
+  in_->make_wait(stream);
+  if (number_in_ > 0) streams_.waited(stream).in = number_in_;
 }
 
 void CopyTransfer::wait_in(const c10::Storage& to) {
   if (in_ == nullptr) return;
   const auto stream = c10::cuda::getCurrentCUDAStream(to.device().index());
-  in_->make_wait(stream);
+  make_wait_in(stream);
   if (stream == *allocated_on_) return;
-  in_->make_wait(*allocated_on_);
+  make_wait_in(*allocated_on_);
   used_on(to, stream);
+}
+
+bool CopyTransfer::arrived() const {
+  return in_ == nullptr || in_->known_completed() ||
+         is_behind(c10::cuda::getCurrentCUDAStream(allocated_on_->device_index()));
 }
 
 // ---- As they are

@@ -25,16 +25,31 @@ struct Stages {
 };
 Stages& stages();
 
+class CopyTransfer;
+
+// Copies of one direction and device that share the event of their end.
+struct Joint {
+  bool open = false;
+  std::vector<CopyTransfer*> outs, ins;
+};
+
 // A transfer on the copy streams of its device. `send` and `receive` define how the bytes cross the bus.
 class CopyTransfer : public Transfer {
  public:
   ~CopyTransfer() override { release_out(); }
-  void start_out(const Bytes& from, EventPtr ready);
+  // Its end is recorded at once, or, where the joint is open and may be joined, when that ends.
+  void start_out(const Bytes& from, EventPtr ready, Joint& joint);
+  // The event was recorded on the copy stream behind this copy, and is its so-manieth one.
+  void end_out(CudaEventPtr end, int64_t number);
+  void end_in(CudaEventPtr end, int64_t number);
   bool is_out(bool ask) override;
   void wait_out() override;
 
   void start_in(const Bytes& to, const EventPtr& now) override;
   void wait_in(const c10::Storage& to) override;
+  bool arrived() const override;
+
+  CopyStreams& streams() const { return streams_; }
 
  protected:
   CopyTransfer(CopyStreams& streams, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from);
@@ -43,6 +58,8 @@ class CopyTransfer : public Transfer {
   virtual c10::cuda::CUDAStream first_out() const { return streams_.out; }
   virtual void send(const char* from, int64_t bytes) = 0;
   virtual c10::cuda::CUDAStream receive(char* to, int64_t bytes) = 0;
+  // Whether all of its work is on the copy streams.
+  virtual bool joins() const { return false; }
 
   char* host() const { return static_cast<char*>(buffer_->data()); }
 
@@ -51,11 +68,17 @@ class CopyTransfer : public Transfer {
 
  private:
   void release_out();  // nothing needs to wait for the copy out any more
+  // Whether the stream waits for the copy back already.
+  bool is_behind(c10::cuda::CUDAStream stream) const {
+    return number_in_ > 0 && streams_.waited(stream).in >= number_in_;
+  }
+  void make_wait_in(c10::cuda::CUDAStream stream);
 
   std::unique_ptr<HostPool::Buffer> buffer_;
   const void* source_ = nullptr;  // the first byte of the guarded storage
   c10::cuda::CUDAStream moved_on_;
-  int64_t number_ = 0;  // among the copies out of its device
+  Joint* joint_ = nullptr;
+  int64_t number_ = 0, number_in_ = 0;  // of the events of its ends, among those of their streams; 0: on another one
   std::optional<c10::cuda::CUDAStream> allocated_on_;
   CudaEventPtr out_, in_;
 };
@@ -68,6 +91,7 @@ class RawTransfer : public CopyTransfer {
  private:
   void send(const char* from, int64_t bytes) override;
   c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
+  bool joins() const override { return true; }
 };
 
 // Zero-value compression, by segments that pass through staging memory between the codec and the copy engine. No size
