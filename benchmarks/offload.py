@@ -315,7 +315,7 @@ def saved_bytes(step: Step, **options: Any) -> int:
     return saved
 
 
-SETTLES, SETTLES_WITHOUT = 3, 20
+SETTLES, SETTLES_WITHOUT = 3, 40
 """Uses after which an offload object has planned with the times of its steps; without a budget also compared them with
 steps without hooks."""
 BUDGETS = {"75%": 0.75, "50%": 0.5, "25%": 0.25, "0": 0.0, "none": None}

@@ -318,6 +318,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   CALL("MemcpyAsync");
   const bool pageable = !inside(device_memory, to, 1) && !inside(host_memory, to, 1);
   const bool from_pageable = !inside(device_memory, from, 1) && !inside(host_memory, from, 1);
+  // A copy of pinned memory stays within what was pinned at once.
+  for (const void* data : {static_cast<const void*>(to), from})
+    if (inside(host_memory, data, 1) && !inside(host_memory, data, bytes)) return ++errors, done(cudaErrorInvalidValue);
   Stream& on = of(stream);
   if (from_pageable) {  // staged before the call returns
     std::vector<char> staged(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);

@@ -14,19 +14,18 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import Tensor
 from weft import _C
-from weft._offload import context, planning
+from weft._offload import context
 from weft._offload.pace import Pace
 from weft.offloading import Link, offload
 
 from tests.offload import emulated_small
 from tests.offload.emulated_steps import SIZE, Lazy, Parts, Runtime, Save, Step, everything, memory, numbers
-from tests.offload.engines import live_bytes, planned_in_part
+from tests.offload.engines import live_bytes, plan_at_once, planned_in_part
 
 enter_by_pace = Pace.enter
 
@@ -610,6 +609,21 @@ def check_host_memory_is_there_before_a_plan(runtime: Runtime) -> None:
             off.close()
 
 
+def check_host_memory_in_pieces(runtime: Runtime) -> None:
+    """Of which a large tensor needs several: no copy crosses their ends."""
+    for compress in (None, "zvc"):
+        off, before = everything(compress=compress), runtime.calls("HostRegister")
+        data = numbers(2, 9 << 20)
+        for _ in range(3):
+            Step(off, data).backward()
+            torch.cuda.synchronize()
+        assert off.report().to_dict()["moved_tensors"] == 2
+        pinned = runtime.calls("HostRegister") - before
+        assert 4 <= pinned <= 6, pinned
+        off.close()
+        assert runtime.calls("HostUnregister") >= pinned
+
+
 def check_steps_aside(runtime: Runtime) -> None:
     """Without a budget, where hooks make the step longer; by the device's time, which is the number of operations."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "ThreadExchangeStreamCaptureMode")
@@ -718,13 +732,6 @@ def check_densities_without_a_budget(runtime: Runtime) -> None:
     assert close(found(off))
 
 
-def at_once(make: Callable) -> Future:
-    """In the place of a thread, so that each use has its plan."""
-    future: Future = Future()
-    future.set_result(make())
-    return future
-
-
 CHECKS: dict[str, Callable[[Runtime], None]] = {
     name.removeprefix("check_"): check
     for module in (globals(), vars(emulated_small))
@@ -738,8 +745,8 @@ def main(path: str) -> None:
     runtime = Runtime(path)
     # An operation takes as long as any other here: hooks cost more than they do, and the checks are about their work.
     Pace.enter = lambda pace, now, steady: True
-    planning.in_background = at_once
-    context._COUNTING = 60.0
+    patch = pytest.MonkeyPatch()
+    plan_at_once(patch)
     for name, check in CHECKS.items():
         try:
             torch.manual_seed(0)

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def saved_and_restored(off: offload, *tensors: Tensor) -> list[Tensor]:
     return list(seen[0][:-1])
 
 
+def at_once(make: Callable) -> Future:
+    """In the place of the thread that plans, so that each use has its plan."""
+    future: Future = Future()
+    future.set_result(make())
+    return future
+
+
+def plan_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Without a budget: from the second use, for the third; the first one counts all zeros."""
+    patch.setattr("weft._offload.planning.in_background", at_once)
+    patch.setattr("weft._offload.context._COUNTING", 60.0)
+
+
 @contextlib.contextmanager
 def planned_in_part(draw: random.Random):
     """Without a budget all that may move does, a share of it compressed, whatever would hide."""
@@ -146,6 +160,7 @@ def planned_in_part(draw: random.Random):
         return simulate(timeline, moves, limit, link=link)
 
     with pytest.MonkeyPatch.context() as patch:
+        plan_at_once(patch)
         patch.setattr("weft._offload.planning.plan_movable", plan_movable)
         yield
 

@@ -227,7 +227,7 @@ def simulate(
 
 def _predict(timeline: Timeline, moves: list[Move], limit: int | None, link: Link) -> Plan:
     peak, seconds, forward_stall, backward_stall, moved, sent, codec = _C.offload.simulate(
-        *_packed(timeline), [astuple(m) for m in moves], limit, astuple(link)
+        *_packed(timeline), [(m.tensor, m.prefetch, m.compressed, m.share) for m in moves], limit, astuple(link)
     )
     times = (seconds, forward_stall, backward_stall) if _known(timeline) else (None, None, None)
     return Plan(tuple(moves), peak, *times, moved, sent, limit is None or peak <= limit, codec)

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
-constexpr int kRest = 4;  // how much longer than it worked a patient allocation rests
+constexpr int kRest = 3;  // how much longer than it worked a patient allocation rests
 
 int64_t page_size() {
   static const int64_t size = sysconf(_SC_PAGESIZE);

@@ -9,7 +9,7 @@ namespace weft::offload {
 constexpr int64_t kPinnedPiece = 32 << 20;
 
 // Null where the system refuses. Neither function disturbs a stream capture in progress. The driver makes other threads
-// wait while it pins; `patiently`: rests after each piece, so that they wait for a fifth of the time at most.
+// wait while it pins; `patiently`: rests after each piece, so that they wait for a quarter of the time at most.
 void* allocate_pinned(int64_t bytes, bool patiently = false);
 void free_pinned(void* data);
 
