@@ -107,6 +107,12 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         convs = (conv1d_jacobian(w, (w.shape[1], 50), padding=w.shape[2] // 2, prune=True) for w in weights)
         found.append((*convs, False))
     found.append((*(diagonal_jacobian(torch.randn(1, 5003, dtype=dtype)) for _ in range(2)), False))
+    # Rows that are one row of the right operand each, most of them short.
+    picks, rows = (
+        torch.eye(40, dtype=dtype)[torch.arange(83) // 2 % 40],
+        (torch.rand(40, 60, generator=draw) < 0.5).to(dtype),
+    )
+    found.append((BatchedCSR.from_dense(picks), BatchedCSR.from_dense(rows), False))
     for J, K, shares in found:
         J, K = (
             BatchedCSR(M.crow.to(index), M.col.to(index), torch.randn(*lead, M.nnz, dtype=dtype), M.shape)
@@ -348,6 +354,9 @@ def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
 
 
 FLAWS = {
+    "forgets the last columns of a short row": (ROWS, "kShortLanes < n) out[own", "kShortLanes + 8 < n) out[own"),
+    "takes one group's sums for all": (ROWS, "g < groups; ++g", "g < 1; ++g"),
+    "leaves a row of few columns out": (ROWS, "from += kTurns * groups", "from += kTurns * groups + 1"),
     "forgets the last columns of a row": (ROWS, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
     "adds rows of a window at once": (ROWS, "          __syncwarp();\n          f = g", "          f = g"),
     "takes a window too far": (ROWS, "high = low + kWidth;", "high = low + kWidth + 1;"),

@@ -87,6 +87,29 @@ def test_products(batch: tuple, kind: str, dtype: torch.dtype, device: str) -> N
 
 
 @device
+@pytest.mark.parametrize("batch", [(None, None), (None, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("columns", [3, 8, 13, 27, 32, 33])
+def test_rows_of_few_columns(columns: int, batch: tuple, device: str) -> None:
+    """Of more products an element than a list takes."""
+    a = random_csr(90, 300, batch[0], 0.4, torch.float32, device=device)
+    b = random_csr(300, columns, batch[1], 0.8, torch.float32, device=device)
+    plan = plan_matmul(a, b)
+    assert plan.kinds.accumulate > 0.9 * plan.flops
+    assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
+
+
+@device
+@pytest.mark.parametrize("batch", [(None, None), (None, 3), (2, 2)], ids=str)
+def test_rows_that_are_one_row_of_the_other(batch: tuple, device: str) -> None:
+    picks = BatchedCSR.from_dense(torch.eye(50, device=device)[torch.arange(400, device=device) // 3 % 50])
+    a = picks.with_values(torch.randn(*([] if batch[0] is None else [batch[0]]), picks.nnz, device=device))
+    b = random_csr(50, 90, batch[1], 0.6, torch.float32, device=device)
+    plan = plan_matmul(a, b)
+    assert plan.kinds.axpy == plan.flops
+    assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
+
+
+@device
 @given(n=sizes, m=sizes, k=sizes, batch=batches, density=st.sampled_from([0.1, 0.5, 1.0]))
 def test_any_product(device: str, n: int, m: int, k: int, batch: int | None, density: float) -> None:
     a, b = random_csr(n, m, batch, density, device=device), random_csr(m, k, None, density, device=device)

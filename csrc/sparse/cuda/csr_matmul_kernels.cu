@@ -15,6 +15,7 @@
 namespace weft::sparse {
 namespace {
 
+constexpr int kFewElements = 2, kShortRow = 128;  // of a row of a and of the product on the average, of short rows
 constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
 
 // Lanes for rows of `length` on the average.
@@ -95,8 +96,13 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     const int64_t blocks = ceil_div(rows, kWarps) * m.batch, wanted = 16 * int64_t(device_limits().sm_count);
     return std::max<int64_t>(1, std::min(ceil_div(columns, kColumns), ceil_div(wanted, blocks)));
   };
-  if (m.axpy_rows > 0) {
-    const Grid grid(ceil_div(m.axpy_rows, kWarps), most(m.batch), parts(m.axpy_rows, m.c_nnz / m.rows));
+  const int64_t of_row = m.c_nnz / std::max<int64_t>(m.rows, 1);
+  if (m.axpy_rows > 0 && m.a_nnz <= kFewElements * m.rows && of_row <= kShortRow) {
+    const int64_t rows = kThreads / kShortLanes;
+    launch("csr_matmul_short_axpy", short_axpy_kernel<I, T>, Grid(ceil_div(m.axpy_rows, rows), most(m.batch)), kThreads,
+           0, stream, m);
+  } else if (m.axpy_rows > 0) {
+    const Grid grid(ceil_div(m.axpy_rows, kWarps), most(m.batch), parts(m.axpy_rows, of_row));
     launch("csr_matmul_axpy", axpy_kernel<I, T>, grid, kThreads, 0, stream, m);
   }
   if (m.accumulate_rows > 0) {
