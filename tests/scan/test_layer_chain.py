@@ -292,3 +292,44 @@ def test_captured_parameters_side_by_side() -> None:
         want = torch.autograd.grad(net(x).square().sum(), parameters)
         for f, w in zip(found, want, strict=True):
             assert_close(f, w, 1e-5)
+
+
+@device
+def test_batched_gradients_of_parameters(device: str) -> None:
+    """Which no kernel of one's own may read as if they were plain."""
+    net = ScanSequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4), schedule="linear").to(device)
+    y = net(torch.randn(3, 1, 5, 5, device=device))
+    grads = torch.randn(2, *y.shape, device=device)
+    parameters = list(net.parameters())
+    want = [torch.autograd.grad(y, parameters, g, retain_graph=True) for g in grads]
+    found = torch.autograd.grad(y, parameters, grads, is_grads_batched=True)
+    for f, *w in zip(found, *want, strict=True):
+        assert_close(f, torch.stack(w), 1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("batch", [1, 16])
+def test_parameters_of_many_layers_in_one_launch(batch: int) -> None:
+    torch.manual_seed(0)
+    shapes = [(3, 64, 32), (64, 128, 16), (128, 256, 8), (256, 512, 4), (512, 512, 2)]
+    shapes += [(1 + n % 3, 4 + n % 5, 5 + n % 4) for n in range(250)]
+    given, want = [], []
+    for n, (inputs, outputs, size) in enumerate(shapes):
+        x = torch.randn(batch, inputs, size, size, device="cuda")
+        x = x.to(memory_format=torch.channels_last) if n % 3 == 2 else x
+        weight = torch.randn(outputs, inputs, 3, 3, device="cuda")
+        g = torch.randn(batch, outputs, size, size, device="cuda")
+        bias = n % 4 > 0
+        sizes = ([outputs], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, bias])
+        parts = torch.ops.aten.convolution_backward(g.double(), x.double(), weight.double(), *sizes)[1:]
+        want.append([t for t in parts if t is not None])
+        settings = _C.scan.ConvSettings([1, 1], [1, 1], [1, 1], 1)
+        given.append((settings, x, g.flatten(1), list(g.shape), weight, True, bias))
+    x, g, weight = (torch.randn(*s, device="cuda") for s in ((batch, 300), (batch, 70), (70, 300)))
+    given.append((None, x, g, list(g.shape), weight, True, True))
+    want.append([g.double().T @ x.double(), g.double().sum(0)])
+    runs = [_C.scan.layer_gradients(given, False) for _ in range(2)]
+    for first, second, w in zip(*runs, want, strict=True):
+        for f, s, own in zip((t for t in first if t is not None), (t for t in second if t is not None), w, strict=True):
+            assert torch.equal(f, s)
+            assert_close(f, own, 1e-5)

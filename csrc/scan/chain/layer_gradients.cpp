@@ -14,6 +14,10 @@
 #include <algorithm>
 #include <tuple>
 
+#ifdef WEFT_WITH_CUDA
+#include "scan/chain/cuda/parameter_gradients.h"
+#endif
+
 namespace weft::scan {
 namespace {
 
@@ -139,9 +143,16 @@ class Branches {
 
 std::vector<LayerGradient> layer_gradients(const std::vector<Layer>& layers, bool branches) {
   std::vector<LayerGradient> found(layers.size());
-  // Work that does not depend on other work: layers that are alike, or one.
+  // Work that does not depend on other work: those of our own kernels, layers that are alike, or one.
+  std::vector<size_t> by_kernels;
   std::vector<std::vector<size_t>> work, groups;
   for (size_t i = 0; i < layers.size(); ++i) {
+#ifdef WEFT_WITH_CUDA
+    if (takes_parameter_kernels(layers[i])) {
+      by_kernels.push_back(i);
+      continue;
+    }
+#endif
     if (!may_join(layers[i])) {
       work.push_back({i});
       continue;
@@ -161,6 +172,14 @@ std::vector<LayerGradient> layer_gradients(const std::vector<Layer>& layers, boo
       }
     }
   }
+#ifdef WEFT_WITH_CUDA
+  if (!by_kernels.empty()) {
+    std::vector<const Layer*> own;
+    for (size_t i : by_kernels) own.push_back(&layers[i]);
+    std::vector<LayerGradient> gradients = parameter_gradients(own);
+    for (size_t k = 0; k < own.size(); ++k) found[by_kernels[k]] = std::move(gradients[k]);
+  }
+#endif
   const auto run = [&](const std::vector<size_t>& which) {
     if (which.size() == 1) {
       found[which[0]] = one(layers[which[0]]);

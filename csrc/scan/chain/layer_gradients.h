@@ -1,13 +1,13 @@
 // Gradients of layers' parameters, given what went into each layer and the gradient that reaches its output. After a
 // chain has given all of these, no layer waits for another: that is what BPPSA makes parallel.
 //
-// Layers that are alike, of equal sizes and settings, are computed together where there are several and each is small:
-// one batched product of the windows of all inputs. Other ones are torch's own gradients, one after the other; where
-// `branches` says so, on streams of their own that begin at and end in the caller's, which a CUDA graph captures as
-// branches.
+// On CUDA kernels of our own compute most layers, all in one launch or two, without TF32: see
+// cuda/parameter_gradients.h. Of the others, layers that are alike, of equal sizes and settings, are computed together
+// where there are several and each is small: one batched product of the windows of all inputs, without TF32. What then
+// is left are torch's own gradients, with torch's settings, one after the other; where `branches` says so, on streams
+// of their own that begin at and end in the caller's, which a CUDA graph captures as branches.
 //
-// Made of ATen operations, on every device; nothing waits for the device. float32 products use no TF32 where layers are
-// computed together, and torch's settings otherwise.
+// Nothing waits for the device.
 //
 // Source: BPPSA, section 3 (Wang, Bai, Pekhimenko, MLSys 2020).
 #pragma once
