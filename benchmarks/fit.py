@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts = {
             "products": lambda: {"products": measured_products()},
             "scans": lambda: stages.tables_of(stages.measured(0.1 * options.minutes), tables),
-            "sparse chains": lambda: {sparse_costs.COSTS: sparse_costs.costs_table(sparse_costs.fit("cuda"))},
+            "sparse chains": lambda: sparse_costs.tables(tables),
             "recurrence": lambda: recurrence_tables(0.4 * options.minutes, tables),
         }
         for name, measured in parts.items():

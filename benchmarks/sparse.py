@@ -68,9 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
     devices = begin_table(options)
     if options.filter == "fit":
         for device in devices:
-            found = fit(device)
             if device == "cuda" and options.output:
-                write_costs(options.output, found)
+                write_costs(options.output)
+            else:
+                fit(device)
         return
     results = Results(options.output or RESULTS / "sparse.csv")
     failures: list[str] = []

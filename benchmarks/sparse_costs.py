@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import weft
-from torch import nn
+from torch import Tensor, nn
 from weft.scan import chain_backward
 from weft.sparse import BatchedCSR, avg_pool2d_jacobian, conv2d_jacobian, plan_matmul
 
 from benchmarks import costs_file
-from benchmarks.common import measure, timed
+from benchmarks.common import captured, measure, timed
 from benchmarks.fitting import rounded
 
 
@@ -75,12 +75,47 @@ def fit(device: str) -> dict[str, float]:
     return found
 
 
-COSTS = "scan.sparse_chain"
-"""The table of a GPU's costs that `fit` measures."""
+def fit_layers() -> dict[str, float]:
+    """Microseconds on the current GPU, in a CUDA graph, of small layers' parts in a backward pass: see
+    weft._scan.layer_chain._Times."""
+
+    def us(run: Callable[[], Any]) -> float:
+        return 1e3 * measure({"it": timed(captured(run))}, "cuda")["it"]
+
+    def one_more(step: Callable[[], Any]) -> float:
+        few, many = (us(lambda n=n: [step() for _ in range(n)]) for n in (2, 34))
+        return (many - few) / 32
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 4, 3, 3, device="cuda"), torch.randn(1, 4, 16, 16, device="cuda")
+    J = conv2d_jacobian(weight, (4, 16, 16), padding=1)
+    g = torch.randn(1, J.shape[1], device="cuda")
+    none = torch.empty(0, dtype=J.crow.dtype, device="cuda")
+
+    def chain(links: int) -> list[Tensor]:
+        patterns = [[t] * links for t in (J.crow, J.col, J.values, none)]
+        return torch.ops.weft.layer_chain(g, *patterns, [0] * links)
+
+    def layer() -> Tensor:
+        settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False])
+        return torch.ops.aten.convolution_backward(x, x, weight, None, *settings)[0]
+
+    def both() -> None:
+        layer(), chain(1)
+
+    found = {"link": (us(lambda: chain(34)) - us(lambda: chain(2))) / 32, "layer": one_more(layer)}
+    found["simple"] = one_more(lambda: torch.ops.aten.threshold_backward(x, x, 0))
+    found["segment"] = max(0.0, one_more(both) - found["link"] - found["layer"])
+    print(f"cuda: layers({', '.join(f'{name}={value:.2g}' for name, value in found.items())})")
+    return found
+
+
+COSTS, LAYERS = "scan.sparse_chain", "scan.layer_chain"
+"""The tables of a GPU's costs that `fit` and `fit_layers` measure."""
 
 
 def costs_table(found: dict[str, float]) -> dict[str, Any]:
-    """That table as weft/costs/<gpu>.json has it: by what each number goes with on another GPU."""
+    """The first table as weft/costs/<gpu>.json has it: by what each number goes with on another GPU."""
     kinds = {
         "clock": ("link",),
         "chip": ("axpy", "dense"),
@@ -91,7 +126,19 @@ def costs_table(found: dict[str, float]) -> dict[str, Any]:
     return {"from": "a small case and a large one of each, by benchmarks.sparse", **numbers}
 
 
-def write_costs(path: Path, found: dict[str, float]) -> None:
-    """This GPU's costs with that table in place of the one that is known."""
+def layers_table(found: dict[str, float], before: costs_file.Tables) -> dict[str, Any]:
+    """The second one; what is chosen, not measured, is as it was."""
+    numbers = {**before[LAYERS]["fixed"], **{name: rounded(value) for name, value in found.items()}}
+    return {"from": "small cases in CUDA graphs, by benchmarks.sparse", "fixed": numbers}
+
+
+def tables(before: costs_file.Tables) -> costs_file.Tables:
+    """Both tables, measured on the current GPU, whose tables were these."""
+    return {COSTS: costs_table(fit("cuda")), LAYERS: layers_table(fit_layers(), before)}
+
+
+def write_costs(path: Path) -> None:
+    """This GPU's costs with both tables in place of those that are known."""
     gpu = weft._C.common.gpu_facts(torch.cuda.current_device())
-    path.write_text(costs_file.text_of(gpu, {**costs_file.before(gpu), COSTS: costs_table(found)}), encoding="utf-8")
+    before = costs_file.before(gpu)
+    path.write_text(costs_file.text_of(gpu, {**before, **tables(before)}), encoding="utf-8")

@@ -219,6 +219,8 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
         ("link", "axpy", "dense", "gather", "accumulate", "expand", "vector", "product", "call", "layer"), 3.25
     )
     monkeypatch.setattr(sparse_costs, "fit", lambda device: chains)
+    layers = {"link": 1.5, "layer": 7.0, "simple": 3.0, "segment": 2.5}
+    monkeypatch.setattr(sparse_costs, "fit_layers", lambda: layers)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
     monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
 
@@ -234,6 +236,7 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     assert {
         n: v for kind in ("clock", "chip", "memory", "fixed") for n, v in tables[sparse_costs.COSTS][kind].items()
     } == chains
+    assert tables[sparse_costs.LAYERS]["fixed"] == {**layers, "worth": 0.8}
     assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == gpu_costs.reference().tables.keys()
 
 
