@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .group import Ranks
-from .walks import WayBack, blocks_of, have_met, settle, settle_back
+from .walks import WayBack, settle, settle_back, walk_again
 
 __all__ = ["PointwiseWalk", "walk_pointwise"]
 
@@ -42,14 +42,13 @@ class _Slice(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         states = walk(gates, start, list(parameters))
 
+        def block(steps: slice, start: Tensor) -> tuple[Tensor, Tensor]:
+            part, there = walk(gates[steps], start, list(parameters)), states[steps][-1].clone()
+            states[steps] = part
+            return part[-1], there
+
         def again(start: Tensor) -> Tensor:
-            for steps in blocks_of(len(gates)):
-                part = walk(gates[steps], start, list(parameters))
-                start, met = part[-1], have_met(part[-1], states[steps][-1])
-                states[steps] = part
-                if met:
-                    return states[-1]
-            return start
+            return walk_again(len(gates), start, states[-1] if len(gates) else start, block)
 
         start, end = settle(walk.ranks, False, start, states[-1] if len(gates) else start, again)
         ctx.walk = walk

@@ -12,7 +12,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from .._rnn import slice_chunks
 from .group import Ranks
 from .totals import pack
-from .walks import WayBack, blocks_of, have_met, settle, settle_back
+from .walks import WayBack, settle, settle_back, walk_again
 
 __all__ = ["Direction", "walk_slices"]
 
@@ -59,21 +59,19 @@ def _walk(direction: Direction, input: Tensor, start: Tensor, weights: list[Tens
 def _walk_again(direction: Direction, input: Tensor, start: Tensor, weights: list[Tensor], walk: _Walk) -> Tensor:
     """From another start, into what is there, until the states meet. The last states."""
     lstm, batch = start.size(0) == 2, input.size(1)
-    for steps in blocks_of(input.size(0)):
+
+    def block(steps: slice, start: Tensor) -> tuple[Tensor, Tensor]:
         part = _walk(direction, input[steps], start, weights)
-        there = walk.output[steps][-1:]
-        if lstm:
-            there = torch.cat((there, walk.cells[steps][-1:].to(there.dtype)))
-        met = have_met(part.end, there)
+        parts = (walk.output, walk.cells) if lstm else (walk.output,)
+        there = torch.cat([t[steps][-1:].to(part.end.dtype) for t in parts])
         walk.output[steps] = part.output
         if lstm:
             walk.cells[steps] = part.cells
         if walk.gates.numel():
             walk.gates[:, steps.start * batch : steps.stop * batch] = part.gates
-        if met:
-            return walk.end
-        start = part.end
-    return start
+        return part.end, there
+
+    return walk_again(input.size(0), start, walk.end, block)
 
 
 class _Slice(torch.autograd.Function):

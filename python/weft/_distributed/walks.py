@@ -15,14 +15,14 @@ States and their gradients are ``(states, B, H)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .group import Ranks
 
-__all__ = ["WayBack", "blocks_of", "have_met", "settle", "settle_back"]
+__all__ = ["WayBack", "settle", "settle_back", "walk_again"]
 
 _FIRST_BLOCK = 64
 """Steps that are walked again before states are compared; each next block is twice as long."""
@@ -34,15 +34,29 @@ _LAST_PIECE, _LONGER, _WORTH = 128, 16, 8
 times as long what it is cut from has to be: a call more costs what some hundred steps do."""
 
 
-def blocks_of(steps: int) -> Iterator[slice]:
-    """Of a slice that is walked again."""
+def walk_again(
+    steps: int, start: Tensor, end: Tensor, walk: Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Walks a slice from another start, block by block, until the states meet those that are there.
+
+    Args:
+        end: the last state that is there.
+        walk: of a block and the state before it: walks the block, puts its states in place, and returns its last state
+            and the one that was there.
+
+    Returns:
+        The last state.
+    """
     begin, block = 0, _FIRST_BLOCK
     while begin < steps:
-        yield slice(begin, min(begin + block, steps))
+        start, there = walk(slice(begin, min(begin + block, steps)), start)
+        if _have_met(start, there):
+            return end
         begin, block = begin + block, 2 * block
+    return start
 
 
-def have_met(new: Tensor, old: Tensor) -> bool:
+def _have_met(new: Tensor, old: Tensor) -> bool:
     """Whether two states are the same up to rounding. The host waits."""
     epsilon = _UNITS[new.dtype] * torch.finfo(new.dtype).eps
     return torch.allclose(new, old, rtol=epsilon, atol=epsilon)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from .. import _C
+from .._base.chunks import chunks_on
 
 __all__ = ["MOST_HIDDEN", "slice_chunks", "slice_map_floats", "takes_halves"]
 
@@ -21,13 +20,10 @@ def takes_halves(cell: str, dtype: torch.dtype, hidden: int) -> bool:
 
 def slice_chunks(device: torch.device, cell: str, steps: int, batch: int, hidden: int) -> int:
     """Chunks of time that are expected to be fastest."""
-    if device.type != "cuda":
-        return 1
-    return _chunks_on(torch.cuda.current_device() if device.index is None else device.index, cell, steps, batch, hidden)
+    return chunks_on(device, _expected, cell, steps, batch, hidden)
 
 
-@functools.lru_cache(maxsize=1024)
-def _chunks_on(index: int, cell: str, steps: int, batch: int, hidden: int) -> int:
+def _expected(index: int, cell: str, steps: int, batch: int, hidden: int) -> int:
     return min(steps, _C.rnn.scan_expected(index, cell, hidden, steps, batch)[0])
 
 
