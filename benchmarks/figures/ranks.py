@@ -50,18 +50,29 @@ class Measured(NamedTuple):
 
 
 def measured(rows: Rows, gpu: str) -> list[Measured]:
-    """Of the longest sequence of each number of GPUs."""
+    """Of every number of GPUs and every sequence, in this order."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     for keys, row in _scans(rows, "gpus"):
         if row["gpu"] == gpu:
             times = found.setdefault((int(keys["gpus"]), int(keys["T"])), {"ranks": float(row["weft"])})
             times[row["peer"]] = float(row["peer_value"])
-    longest = {gpus: steps for gpus, steps in sorted(found)}
     return [
-        Measured(gpus, steps, times["ranks"], times["one_rank"], times["slice"])
-        for (gpus, steps), times in sorted(found.items())
-        if steps == longest[gpus] and {"one_rank", "slice"} <= times.keys()
+        Measured(*sizes, times["ranks"], times["one_rank"], times["slice"])
+        for sizes, times in sorted(found.items())
+        if {"one_rank", "slice"} <= times.keys()
     ]
+
+
+def same_sequence(found: list[Measured]) -> list[Measured]:
+    """Of the sequence that the most numbers of GPUs have, the longest of these."""
+    steps = [m.steps for m in found]
+    most = max(steps, key=lambda s: (steps.count(s), s))
+    return [m for m in found if m.steps == most]
+
+
+def longest(found: list[Measured]) -> list[Measured]:
+    """Of each number of GPUs its longest sequence."""
+    return list({m.gpus: m for m in found}.values())
 
 
 def predictions(part: Row, steps: int = STEPS) -> tuple[list[wd.Prediction], list[float]]:
@@ -75,7 +86,8 @@ def predictions(part: Row, steps: int = STEPS) -> tuple[list[wd.Prediction], lis
 
 
 def draw_scaling(part: Row, found: list[Measured], path: Path) -> None:
-    steps = found[0].steps if found else STEPS
+    alike = same_sequence(found) if found else []
+    steps = alike[0].steps if found else STEPS
     strong, weak = predictions(part, steps)
     keys = parse_case(part["case"])
     figure, (times, efficiency) = plt.subplots(1, 2, figsize=(8.4, 3.4))
@@ -86,14 +98,14 @@ def draw_scaling(part: Row, found: list[Measured], path: Path) -> None:
     efficiency.plot(RANKS, weak, color="#2563eb", label=f"{keys['T']} steps on every rank")
     efficiency.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
     if found:
-        gpus = [m.gpus for m in found]
+        ends = longest(found)
+        gpus = [m.gpus for m in ends]
         points = {"linestyle": "none", "marker": "o", "markeredgecolor": "black"}
-        alike = [m for m in found if m.steps == steps]
         at = [1, *(m.gpus for m in alike)], [alike[0].one, *(m.milliseconds for m in alike)]
         times.plot(*at, color=WEFT_COLOR, label="measured", **points)
-        shares = [m.one / (m.gpus * m.milliseconds) for m in found]
+        shares = [m.one / (m.gpus * m.milliseconds) for m in ends]
         efficiency.plot(gpus, shares, color=WEFT_COLOR, label="measured", **points)
-        efficiency.plot(gpus, [m.slice / m.milliseconds for m in found], color="#2563eb", label="measured", **points)
+        efficiency.plot(gpus, [m.slice / m.milliseconds for m in ends], color="#2563eb", label="measured", **points)
     for axes in (times, efficiency):
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
