@@ -78,6 +78,19 @@ TORCH_LIBRARY(weft, m) {
       "slice_mend_gradients_(Tensor(a!) grad_b, Tensor(b!)? grad_A, Tensor A, Tensor? x, Tensor? first, Tensor state, "
       "bool reverse) -> ()",
       tags);
+  m.def("slice_begin(Tensor A, Tensor b, Tensor? x0, bool first, bool reverse) -> (Tensor x, Tensor message)", tags);
+  m.def(
+      "slice_finish_(Tensor(a!) x, Tensor A, Tensor messages, int order, bool reverse) "
+      "-> (Tensor entered, Tensor end, Tensor products)",
+      tags);
+  m.def(
+      "slice_begin_gradients(Tensor grad, Tensor? grad_entered, Tensor? grad_end, Tensor A, Tensor x, Tensor? start, "
+      "bool first, bool reverse, bool of_A) -> (Tensor grad_A, Tensor grad_b, Tensor message)",
+      tags);
+  m.def(
+      "slice_finish_gradients_(Tensor(a!) grad_b, Tensor(b!)? grad_A, Tensor A, Tensor x, Tensor? start, Tensor "
+      "messages, Tensor products, int order, bool reverse) -> Tensor",
+      tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
 
   m.def(

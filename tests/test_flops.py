@@ -15,6 +15,7 @@ NOT_COUNTED = {
     "max_pool_values",
     "zvc_compress", "zvc_decompress", "rle_compress", "rle_decompress",
     "pointwise_scan", "pointwise_scan_backward",
+    "slice_begin", "slice_finish_", "slice_begin_gradients", "slice_finish_gradients_",
     "slice_left", "slice_mend_", "slice_mend_gradients_", "slice_message", "slice_product", "slice_states",
     "slice_maps", "slice_replay_", "rnn_slice_maps",
 }  # fmt: skip

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import weft
 import weft.distributed as wd
+from torch.utils._python_dispatch import TorchDispatchMode
 from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
 
 from benchmarks.links import BYTES, fit_link
 from tests.common import assert_close
+
+
+class Seen(TorchDispatchMode):
+    """Names of the ops of Weft that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "weft":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -41,3 +57,27 @@ def test_a_link_is_found_again() -> None:
     times = {size: link.latency + 3 * size / link.bandwidth for size in BYTES}
     found = fit_link(times, 4)
     assert found.latency == pytest.approx(2e-4) and found.bandwidth == pytest.approx(3e9)
+
+
+def test_one_op_before_the_exchange_and_one_after_it() -> None:
+    """Each way, with the same numbers as from the op that a graph holds; what watches ops sees that one."""
+    group = StandIn(2, 4)
+    leaves = [torch.rand(90, 2, 3).requires_grad_() for _ in range(2)]
+
+    def step() -> list[torch.Tensor]:
+        x = wd.linear_scan(*leaves, group=group)
+        return [x, *torch.autograd.grad(x.square().sum(), leaves)]
+
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            eager = step()
+        called = [event.name for event in profile.events() if event.name.startswith("weft::slice_")]
+        of_exchange = [name for name in called if "begin" in name or "finish" in name or "scan" in name]
+        assert of_exchange == [f"weft::slice_{part}" for part in
+                               ("begin", "finish_", "begin_gradients", "finish_gradients_")]  # fmt: skip
+        with Seen() as seen:
+            watched = step()
+        assert [name for name in seen.names if name.startswith("slice")] == ["slice_scan", "slice_scan_backward"]
+        assert all(map(torch.equal, eager, watched))
+    finally:
+        group.close()

@@ -285,11 +285,44 @@ class TestEmulated:
             A, _, x0 = self.problem(kind, max(T, 1), 2, 37, dtype)
             A = A[:T]
             want = ops.slice_message(A, x0, True)
-            found = torch.zeros_like(want)
-            library(0, dtype == torch.float64, 1, [T, 2, 37, 74, 37], [A, x0, found])
-            assert torch.equal(found[74:], want[74:])
-            a, b = (unpack(t[:74], dtype) for t in (found, want))
-            assert ((a - b).abs() <= 1e-6 * b.abs()).all()
+            for flag in (1, 3):
+                found = torch.zeros_like(want)
+                library(0, dtype == torch.float64, flag, [T, 2, 37, 74, 37], [A, x0, found])
+                assert torch.equal(found[74:], want[74:])
+                a, b = (unpack(t[:74], dtype) for t in (found, want))
+                assert ((a - b).abs() <= 1e-6 * b.abs()).all()
+
+    @kinds("tame", "remembers")
+    def test_finish(self, library: _Library, kind: str, dtype: torch.dtype) -> None:
+        wide, (B, H), ranks = dtype == torch.float64, (2, 37), 4
+        row = torch.zeros(B, H, dtype=dtype)
+        for T, order, comes in ((1, 1, True), (300, 3, True), (300, 2, False)):
+            A, b, _ = self.problem(kind, T, B, H, dtype)
+            x = linear_scan(A, b)
+            messages = torch.stack([ops.slice_message(A, torch.randn_like(row), comes or r > 1) for r in range(ranks)])
+            want, found = x.clone(), x.clone()
+            expected = ops.slice_finish_(want, A, messages, order, False)
+            entered, end, products = (torch.full_like(t, torch.nan) for t in expected)
+            came = torch.full((1,), 7, dtype=torch.int32)
+            sizes = [T, B, H, B * H, H, ranks, order]
+            library(4, wide, 0, sizes, [messages, entered, end, products, came, A, found])
+            assert came == comes and torch.equal(found, x) == (not comes)
+            for got, value in zip((entered, end, products, found), (*expected, want), strict=True):
+                assert_close(got, value.double(), 2 * BOUNDS[dtype])
+            grad, given = torch.randn_like(b), torch.randn(ranks, 2, B, H).to(dtype)
+            for shares in (False, True):
+                # Of a reversed scan, whose gradients run forward; the x before step t in it is x[t + 1].
+                grad_A, grad_b, _ = ops.linear_scan_backward(grad, A, x, row, True, False, [True, True, True])
+                gathered = given if shares else given[:, :1].contiguous()
+                want_A, want_b, got_A, got_b = (t.clone() for t in (grad_A, grad_b, grad_A, grad_b))
+                want_left = ops.slice_left(gathered if shares else gathered[:, 0], products, 1, False)
+                ops.slice_mend_gradients_(want_b, want_A, A, x, row, want_left, True)
+                left = torch.full_like(row, torch.nan)
+                following = torch.cat((x[1:], row.unsqueeze(0)))
+                pointers = [gathered, products, left, A, got_b, following, row, got_A]
+                library(5, wide, shares, [*sizes[:-1], 1], pointers)
+                for got, value in ((left, want_left), (got_b, want_b), (got_A, want_A)):
+                    assert_close(got, value.double(), 4 * BOUNDS[dtype])
 
     @kinds(*EVERY)
     def test_mend(self, library: _Library, kind: str, dtype: torch.dtype) -> None:

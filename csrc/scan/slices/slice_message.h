@@ -24,6 +24,10 @@
 //   grad_b, grad_A  (T, B, H), of a scan whose end has no gradient, become those of one whose end has `state` (B, H);
 //   grad_A may be none. x are the scan's states, `first` the one before them, none for zeros, where A of the first step
 //   is not read. `reverse` is the scan's.
+// slice_finish_(x, A, messages, order, reverse) -> (entered, end, products)
+//   slice_states and, on all but the first rank, slice_mend_, of float32 or float64
+// slice_finish_gradients_(grad_b, grad_A, A, x, start, messages, products, order, reverse) -> left
+//   slice_left, of messages (R, 1, B, H) or (R, 2, B, H), and slice_mend_gradients_, `start` being `first`
 //
 // One dtype, float32 or float64, but that of integers; with steps (T, B, H) in bfloat16 rows (B, H) are float32. What
 // is changed in place overlaps nothing else. Products are carried in double, a state that has ceased to change the
@@ -41,6 +45,7 @@
 namespace weft::scan {
 
 using States = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Finished = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // What a device runs.
 struct SliceKernels {
@@ -49,6 +54,9 @@ struct SliceKernels {
   void (*states)(const SliceStates& states);
   void (*gradients)(const SliceGradients& gradients);
   void (*mend)(const SliceMend& mend);
+  // The one and then the other, of diagonals; mend.state is not given.
+  void (*finish)(const SliceMend& mend, const SliceStates& states);
+  void (*finish_gradients)(const SliceMend& mend, const SliceGradients& gradients);
 };
 
 // The operators on any device.
@@ -63,5 +71,11 @@ void slice_mend_gradients(const SliceKernels& kernels, const at::Tensor& grad_b,
                           const std::optional<at::Tensor>& grad_A, const at::Tensor& A,
                           const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& first,
                           const at::Tensor& state, bool reverse);
+Finished slice_finish(const SliceKernels& kernels, const at::Tensor& x, const at::Tensor& A, const at::Tensor& messages,
+                      int64_t order, bool reverse);
+at::Tensor slice_finish_gradients(const SliceKernels& kernels, const at::Tensor& grad_b,
+                                  const std::optional<at::Tensor>& grad_A, const at::Tensor& A, const at::Tensor& x,
+                                  const std::optional<at::Tensor>& start, const at::Tensor& messages,
+                                  const at::Tensor& products, int64_t order, bool reverse);
 
 }  // namespace weft::scan

@@ -41,6 +41,7 @@ __all__ = [
     "in_forward_mode",
     "in_torchscript_trace",
     "in_transform",
+    "is_eager",
     "keeps_graph",
     "maps_alone",
     "onnx_exporting",
@@ -127,6 +128,16 @@ def constant_when_compiled(function: _Function) -> _Function:
 def onnx_exporting() -> bool:
     """Whether torch.onnx.export exports here."""
     return torch.onnx.is_in_onnx_export()
+
+
+def is_eager(*tensors: Tensor) -> bool:
+    """Whether what an op does may be done without the op: nobody traces or watches, and the tensors are plain ones."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not in_torchscript_trace()
+        and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    )
 
 
 def functional_collectives():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from .._base.torch_private import is_eager
 from .._scan import slice_chunks
 from .group import Ranks, check_alike, check_tensor, checks_ranks, ranks_named, ranks_of
 from .halves import halved
@@ -31,6 +32,10 @@ __all__ = ["Scanned", "linear_scan", "scan_slice", "sent_bytes"]
 
 _linear_scan = torch.ops.weft.linear_scan.default
 _gradients = torch.ops.weft.linear_scan_backward.default
+_begin = torch.ops.weft.slice_begin.default
+_finish = torch.ops.weft.slice_finish_.default
+_begin_gradients = torch.ops.weft.slice_begin_gradients.default
+_finish_gradients = torch.ops.weft.slice_finish_gradients_.default
 
 _FIRST_BLOCK = 64
 """Steps that are scanned again before states are compared; each next block is twice as long."""
@@ -146,6 +151,8 @@ def scan_slice(
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
         _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
+    if is_eager(A, b) and not _has_gradient(A, b, x0) and _is_begun_and_finished(A, b, ranks, ends):
+        return Scanned(*_begun_and_finished(A, b, x0, part)[:3])
     # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, which has the range of
     # float32, is scanned and mended as it is: where nothing is forgotten, the state is rounded once for each rank.
     if dtype in (torch.float16, torch.bfloat16):
@@ -155,7 +162,11 @@ def scan_slice(
         if dtype == torch.float16 or not _is_sliced_diagonal(A, b):
             A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
     states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
-    return Scanned(states.to(dtype), entered, end)
+    return Scanned(states if b.dtype == dtype else states.to(dtype), entered, end)
+
+
+def _has_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def sent_bytes(A: Tensor, b: Tensor) -> int:
@@ -365,6 +376,45 @@ class _BackwardHalves:
         return grad_A.view(self.A.shape), lambdas
 
 
+def _is_begun_and_finished(A: Tensor, b: Tensor, ranks: Ranks, ends: bool) -> bool:
+    """Whether there is one op before the exchange and one after it: of diagonals, gathered at once."""
+    if not (_is_sliced_diagonal(A, b) and A.dtype == b.dtype and b.dtype in (torch.float32, torch.float64)):
+        return False
+    T, B, H = b.shape
+    return T * B * H > 0 and (ends or not in_rounds(ranks, (2 * B * H + 1) * b.element_size()))
+
+
+def _begun_and_finished(A: Tensor, b: Tensor, x0: Tensor | None, part: _Slice) -> tuple[Tensor, ...]:
+    order = part.order
+    start = x0 if order == 0 else None
+    states, message = _begin(A, b, start, order == 0, part.reverse)
+    entered, end, products = _finish(states, A, part.ranks.gather(message), order, part.reverse)
+    if start is not None:
+        entered = start.expand(entered.shape).to(entered.dtype, copy=True)
+    return states, entered, end, products
+
+
+def _begun_and_finished_gradients(
+    grad: Tensor, grad_entered: Tensor | None, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
+    products: Tensor, has_x0: bool, part: _Slice, of_A: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of A, empty but with `of_A`, of b, of the state that enters, which the first rank alone has, and of the
+    one that leaves."""
+    order, reverse = part.order, part.reverse
+    first = order == 0
+    start = entered if has_x0 or not first else None
+    grad_A, grad_b, message = _begin_gradients(grad, grad_entered, grad_end, A, states, start, first, reverse, of_A)
+    left = _finish_gradients(
+        grad_b, grad_A if of_A else None, A, states, start, part.ranks.gather(message), products, order, reverse
+    )
+    grad_start = None
+    if first and has_x0:
+        step = -1 if reverse else 0
+        grad_start = A[step] * grad_b[step]
+        grad_start = grad_start if grad_entered is None else grad_start + grad_entered
+    return grad_A, grad_b, grad_start, left
+
+
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _slice_scan(
     A: Tensor,
@@ -379,6 +429,8 @@ def _slice_scan(
     """The fields of Scanned, the end right with `ends` alone, and the products of all ranks in the order of the
     scan; after an exchange in rounds this rank's."""
     part = _Slice(ranks_named(group), reverse, transpose)
+    if extra is None and _is_begun_and_finished(A, b, part.ranks, ends):
+        return _begun_and_finished(A, b, x0, part)
     order, ranks = part.order, part.ranks
     first = order == 0
     start = x0 if first else None
@@ -450,6 +502,12 @@ def _slice_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of A, b, the state that enters the slice and the one that leaves it; ``(0)`` where masked out."""
     part = _Slice(ranks_named(group), reverse, transpose)
+    if products.size(0) == part.ranks.size and _is_begun_and_finished(A, grad, part.ranks, True):
+        grad_A, grad_b, grad_start, left = _begun_and_finished_gradients(
+            grad, grad_entered, grad_end, A, states, entered, products, has_x0, part, output_mask[0]
+        )
+        grad_b = grad_b if output_mask[1] else grad.new_empty(0)
+        return grad_A, grad_b, torch.zeros_like(left) if grad_start is None else grad_start, left
     order, ranks = part.order, part.ranks
     first, T = order == 0, grad.size(0)
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
@@ -547,28 +605,50 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *scanned, products = torch.ops.weft.slice_scan.default(
-            A, b, x0, extra, part.ranks.name, part.reverse, part.transpose, ends
-        )
+        if extra is None and is_eager(A, b) and _is_begun_and_finished(A, b, part.ranks, ends):
+            *scanned, products = _begun_and_finished(A, b, x0, part)
+        else:
+            *scanned, products = torch.ops.weft.slice_scan.default(
+                A, b, x0, extra, part.ranks.name, part.reverse, part.transpose, ends
+            )
         states, entered, end = scanned
         ctx.part, ctx.ends = part, ends
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(A, states, entered, products, x0)
         return states, entered, end
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor, grad_entered: Tensor, grad_end: Tensor) -> tuple:
+    def backward(ctx: FunctionCtx, grad: Tensor | None, grad_entered: Tensor | None, grad_end: Tensor | None) -> tuple:
         A, states, entered, products, x0 = ctx.saved_tensors
         part, wanted = ctx.part, ctx.needs_input_grad
+        if grad is None:
+            grad = torch.zeros_like(states)
         if not ctx.ends:
             grad_end = None
-        if torch.is_grad_enabled():
-            found = _differentiable_gradients(grad, grad_entered, grad_end, A, states, entered, x0 is not None, part)
+        elif grad_end is None:
+            grad_end = torch.zeros_like(entered)
+        if (
+            not torch.is_grad_enabled()
+            and is_eager(A, grad)
+            and products.size(0) == part.ranks.size
+            and _is_begun_and_finished(A, grad, part.ranks, True)
+        ):
+            grad_A, grad_b, grad_start, left = _begun_and_finished_gradients(
+                grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part, wanted[0]
+            )
         else:
-            found = torch.ops.weft.slice_scan_backward.default(
-                grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part.ranks.name,
-                part.reverse, part.transpose, wanted[:2],
-            )  # fmt: skip
-        grad_A, grad_b, grad_start, left = found
+            if grad_entered is None:
+                grad_entered = torch.zeros_like(entered)
+            if torch.is_grad_enabled():
+                found = _differentiable_gradients(
+                    grad, grad_entered, grad_end, A, states, entered, x0 is not None, part
+                )
+            else:
+                found = torch.ops.weft.slice_scan_backward.default(
+                    grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part.ranks.name,
+                    part.reverse, part.transpose, wanted[:2],
+                )  # fmt: skip
+            grad_A, grad_b, grad_start, left = found
         grad_x0 = None
         if wanted[2]:
             grad_x0 = grad_start.sum_to_size(x0.shape) if part.order == 0 else torch.zeros_like(x0)

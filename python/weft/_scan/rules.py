@@ -140,6 +140,36 @@ def _slice_mend_gradients_fake(
     return None
 
 
+@torch.library.register_fake("weft::slice_begin")
+def _slice_begin_fake(A: Tensor, b: Tensor, x0: Tensor | None, first: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(b, memory_format=torch.contiguous_format), _slice_message_fake(A, b[0], True)
+
+
+@torch.library.register_fake("weft::slice_finish_")
+def _slice_finish_fake(
+    x: Tensor, A: Tensor, messages: Tensor, order: int, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _slice_states_fake(messages, x[0], order, reverse)[:3]
+
+
+@torch.library.register_fake("weft::slice_begin_gradients")
+def _slice_begin_gradients_fake(
+    grad: Tensor, grad_entered: Tensor | None, grad_end: Tensor | None, A: Tensor, x: Tensor, start: Tensor | None,
+    first: bool, reverse: bool, of_A: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_b = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    rows = 1 if grad_end is None else 2
+    return torch.empty_like(grad_b) if of_A else grad.new_empty(0), grad_b, grad.new_empty(rows, *grad.shape[1:])
+
+
+@torch.library.register_fake("weft::slice_finish_gradients_")
+def _slice_finish_gradients_fake(
+    grad_b: Tensor, grad_A: Tensor | None, A: Tensor, x: Tensor, start: Tensor | None, messages: Tensor,
+    products: Tensor, order: int, reverse: bool,
+) -> Tensor:  # fmt: skip
+    return messages.new_empty(messages.shape[-2:])
+
+
 @torch.library.register_fake("weft::linear_scan_backward")
 def _linear_scan_backward_fake(
     grad: Tensor,

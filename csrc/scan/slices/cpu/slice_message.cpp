@@ -185,7 +185,21 @@ void mend(const SliceMend& m) {
   m.dtype == DType::bf16 ? mend_slice<c10::BFloat16>(m) : mend_slice<float>(m);
 }
 
-constexpr SliceKernels kKernels{message, states, gradients, mend};
+void finish(const SliceMend& m, const SliceStates& s) {
+  states(s);
+  SliceMend mended = m;
+  mended.state = s.entered, mended.came = s.came;
+  mend(mended);
+}
+
+void finish_gradients(const SliceMend& m, const SliceGradients& s) {
+  gradients(s);
+  SliceMend mended = m;
+  mended.state = s.left;
+  mend(mended);
+}
+
+constexpr SliceKernels kKernels{message, states, gradients, mend, finish, finish_gradients};
 
 }  // namespace
 
@@ -206,6 +220,14 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
          [](const at::Tensor& grad_b, const std::optional<at::Tensor>& grad_A, const at::Tensor& A,
             const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& first, const at::Tensor& state,
             bool reverse) { slice_mend_gradients(kKernels, grad_b, grad_A, A, x, first, state, reverse); });
+  m.impl("slice_finish_", [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& messages, int64_t order,
+                             bool reverse) { return slice_finish(kKernels, x, A, messages, order, reverse); });
+  m.impl("slice_finish_gradients_",
+         [](const at::Tensor& grad_b, const std::optional<at::Tensor>& grad_A, const at::Tensor& A, const at::Tensor& x,
+            const std::optional<at::Tensor>& start, const at::Tensor& messages, const at::Tensor& products,
+            int64_t order, bool reverse) {
+           return slice_finish_gradients(kKernels, grad_b, grad_A, A, x, start, messages, products, order, reverse);
+         });
 }
 
 }  // namespace weft::scan

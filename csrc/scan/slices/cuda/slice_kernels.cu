@@ -31,10 +31,21 @@ constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
 // Of a warp between two looks whether the product is zero.
 constexpr int kProductSteps = 32;
 
-template <typename S>
+// Message: products of the parts, values, and the flag.
+template <typename T>
+__device__ void tell(const Scaled& product, int64_t channel, int64_t channels, const T* value, bool leaves,
+                     typename Packed<T>::Number* to) {
+  to[channel] = pack_product<T>(product);
+  const T v = value[channel];
+  memcpy(to + channels + channel, &v, sizeof(T));
+  if (channel == 0) to[2 * channels] = leaves;
+}
+
+// Into `parts`, or where the piece of time is the only one into the message.
+template <typename S, typename T = acc_t<S>>
 __global__ void __launch_bounds__(kLanes* kFewWarps)
-    product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts) {
-  using T = acc_t<S>;
+    product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts, const T* value, bool leaves,
+                   typename Packed<T>::Number* message) {
   __shared__ double mantissas[kFewWarps][kLanes];
   __shared__ int64_t exponents[kFewWarps][kLanes], looks[2][kFewWarps][kLanes];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -70,22 +81,20 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
   __syncthreads();
   if (warp != 0 || !owned) return;
   for (int w = 1; w < kFewWarps; ++w) product.multiply(Scaled{mantissas[w][lane], exponents[w][lane]});
+  if (gridDim.y == 1) return tell<T>(product, row * p.H + h, p.B * p.H, value, leaves, message);
   parts[(blockIdx.y * p.B + row) * p.H + h] = product;
 }
 
-// Message: products of the parts, values, and the flag.
 template <typename T>
 __global__ void __launch_bounds__(128) message_kernel(const Scaled* parts, int64_t count, int64_t channels,
                                                       const T* value, bool leaves, typename Packed<T>::Number* to) {
   const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel == 0) to[2 * channels] = leaves;
+  if (channel == 0 && channels == 0) to[0] = leaves;
   if (channel >= channels) return;
   Scaled product;
 #pragma unroll 4
   for (int64_t i = 0; i < count; ++i) product.multiply(parts[i * channels + channel]);
-  to[channel] = pack_product<T>(product);
-  const T v = value[channel];
-  memcpy(to + channels + channel, &v, sizeof(T));
+  tell<T>(product, channel, channels, value, leaves, to);
 }
 
 template <typename T>
@@ -192,19 +201,42 @@ __device__ inline bool is_trusted(T product, bool zero) {
   return (size > 1 / far && size < far) || (zero && product == 0);
 }
 
+// What tells a block, if anything does, what comes into its channels.
+template <bool kGradients>
+using Between = std::conditional_t<kGradients, SliceGradients, SliceStates>;
+
 template <typename S, bool kGradients, int kWarps>
-__global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_constant__ SliceMend m) {
+__global__ void __launch_bounds__(kLanes* kWarps)
+    mend_kernel(const __grid_constant__ SliceMend m, const __grid_constant__ Between<kGradients> between) {
   using T = acc_t<S>;
+  using Number = typename Packed<T>::Number;
   __shared__ double products[kWarps][kLanes];
   __shared__ bool zeros[kWarps][kLanes];
   __shared__ bool shows[2][kLanes];  // whether a channel's state still does, at the end of a tile
-  if (m.came != nullptr && *m.came == 0) return;
   constexpr int kPiece = kSteps<T, kWarps>, kTile = kWarps * kPiece;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const int64_t slabs = ceil_div(m.H, int64_t(kLanes));
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
   const bool owned = h < m.H;
-  const int64_t at = owned ? h : 0;
+  const int64_t at = owned ? h : 0, channel = row * m.H + at;
+  if (between.messages != nullptr) {
+    if (warp == 0 && owned) {
+      if constexpr (kGradients) {
+        carry_back_between_slices<T>(between, channel);
+      } else {
+        carry_between_slices<T>(between, channel);
+      }
+    }
+    bool comes = kGradients;
+    if constexpr (!kGradients) {
+      const int64_t flag = slice_message_numbers(m.B * m.H, m.B * m.H) - 1;
+      for (int64_t i = 0; i < between.order; ++i) comes |= between.template message<Number>(i)[flag] != 0;
+    }
+    __syncthreads();
+    if (!comes) return;
+  } else if (m.came != nullptr && *m.came == 0) {
+    return;
+  }
   const S* const A = static_cast<const S*>(m.A) + row * m.A_b + at;
   S* const x = static_cast<S*>(m.x) + row * m.x_b + at;
   const S* const before = static_cast<const S*>(m.before) + row * m.before_b + at;
@@ -212,7 +244,7 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
   const bool of_A = kGradients && m.grad_A != nullptr;
   // What the step's factor is: in a scan A of the step, before it; in its gradients after it, but not of the last.
   const int64_t factors = kGradients ? m.T - 1 : m.T;
-  double carry = owned ? double(static_cast<const T*>(m.state)[row * m.H + h]) : 0.0;
+  double carry = owned ? double(static_cast<const T*>(m.state)[channel]) : 0.0;
 
   bool live = owned;  // whether the state still shows
   int turn = 0;
@@ -310,16 +342,22 @@ void with_steps(DType dtype, const Run& run) {
 void slice_message_cuda(const SliceProduct& p, const void* value, bool leaves, void* message,
                         const Workspace& workspace, cudaStream_t stream) {
   const int64_t channels = p.B * p.H, slabs = p.B * ceil_div(p.H, int64_t(kLanes));
-  const int64_t wanted = ceil_div(4 * int64_t(device_limits().sm_count), std::max<int64_t>(slabs, 1));
+  // Blocks enough to keep the memory busy; one piece of time needs no second kernel.
+  const int64_t sms = device_limits().sm_count;
+  const int64_t wanted = slabs >= 2 * sms ? 1 : ceil_div(4 * sms, std::max<int64_t>(slabs, 1));
   const int64_t least = kFewWarps * kProductSteps;
   const int64_t chunks = p.T == 0 ? 0 : std::max<int64_t>(1, std::min({wanted, ceil_div(p.T, least), int64_t(65535)}));
   const int64_t steps = chunks == 0 ? 0 : ceil_div(ceil_div(p.T, chunks), least) * least;
   const int64_t parts = chunks == 0 ? 0 : ceil_div(p.T, steps);
-  Scaled* const to = static_cast<Scaled*>(workspace(size_t(std::max<int64_t>(1, parts * channels)) * sizeof(Scaled)));
+  const bool one = parts == 1 && channels > 0;
+  Scaled* const to =
+      one ? nullptr : static_cast<Scaled*>(workspace(size_t(std::max<int64_t>(1, parts * channels)) * sizeof(Scaled)));
   with_steps(p.dtype, [&]<typename S>(S*) {
     using T = acc_t<S>;
     using Number = typename Packed<T>::Number;
-    launch("slice_product", product_kernel<S>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
+    launch("slice_product", product_kernel<S>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to,
+           static_cast<const T*>(value), leaves, static_cast<Number*>(message));
+    if (one) return;
     launch("slice_message", message_kernel<T>, Grid(std::max<int64_t>(1, ceil_div(channels, int64_t(128)))), 128, 0,
            stream, static_cast<const Scaled*>(to), parts, channels, static_cast<const T*>(value), leaves,
            static_cast<Number*>(message));
@@ -348,20 +386,39 @@ void slice_gradients_cuda(const SliceGradients& s, const Workspace& workspace, c
   });
 }
 
-void slice_mend_cuda(const SliceMend& m, cudaStream_t stream) {
+namespace {
+
+// States or gradients between slices, without messages where m.state is what comes in.
+void mend(const SliceMend& m, const SliceStates& states, const SliceGradients& gradients, cudaStream_t stream) {
   const int64_t slabs = m.B * ceil_div(m.H, int64_t(kLanes));
-  auto run = [&](const char* name, auto kernel, int warps) {
-    launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m);
+  auto run = [&](const char* name, auto kernel, int warps, const auto& between) {
+    launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m, between);
   };
   with_steps(m.dtype, [&]<typename S>(S*) {
-    if (m.gradients) return run("slice_mend_gradients", mend_kernel<S, true, kFewWarps>, kFewWarps);
+    if (m.gradients) return run("slice_mend_gradients", mend_kernel<S, true, kFewWarps>, kFewWarps, gradients);
     if constexpr (sizeof(S) <= 4) {
       // A block of doubles would not have the registers.
       const bool alone = slabs < 2 * int64_t(device_limits().sm_count);
-      if (alone) return run("slice_mend", mend_kernel<S, false, kManyWarps>, kManyWarps);
+      if (alone) return run("slice_mend", mend_kernel<S, false, kManyWarps>, kManyWarps, states);
     }
-    run("slice_mend", mend_kernel<S, false, kFewWarps>, kFewWarps);
+    run("slice_mend", mend_kernel<S, false, kFewWarps>, kFewWarps, states);
   });
+}
+
+}  // namespace
+
+void slice_mend_cuda(const SliceMend& m, cudaStream_t stream) {
+  mend(m, {}, {}, stream);
+}
+
+void slice_finish_cuda(SliceMend m, const SliceStates& states, cudaStream_t stream) {
+  m.state = states.entered;
+  mend(m, states, {}, stream);
+}
+
+void slice_finish_gradients_cuda(SliceMend m, const SliceGradients& gradients, cudaStream_t stream) {
+  m.state = gradients.left;
+  mend(m, {}, gradients, stream);
 }
 
 }  // namespace weft::scan

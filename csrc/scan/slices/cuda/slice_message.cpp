@@ -45,7 +45,15 @@ void mend(const SliceMend& m) {
   slice_mend_cuda(m, at::cuda::getCurrentCUDAStream());
 }
 
-constexpr SliceKernels kKernels{message, states, gradients, mend};
+void finish(const SliceMend& m, const SliceStates& s) {
+  slice_finish_cuda(m, s, at::cuda::getCurrentCUDAStream());
+}
+
+void finish_gradients(const SliceMend& m, const SliceGradients& s) {
+  slice_finish_gradients_cuda(m, s, at::cuda::getCurrentCUDAStream());
+}
+
+constexpr SliceKernels kKernels{message, states, gradients, mend, finish, finish_gradients};
 
 }  // namespace
 
@@ -74,6 +82,18 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
     const c10::cuda::OptionalCUDAGuard guard(grad_b.device());
     slice_mend_gradients(kKernels, grad_b, grad_A, A, x, first, state, reverse);
   });
+  m.impl("slice_finish_",
+         [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& messages, int64_t order, bool reverse) {
+           const c10::cuda::OptionalCUDAGuard guard(x.device());
+           return slice_finish(kKernels, x, A, messages, order, reverse);
+         });
+  m.impl("slice_finish_gradients_",
+         [](const at::Tensor& grad_b, const std::optional<at::Tensor>& grad_A, const at::Tensor& A, const at::Tensor& x,
+            const std::optional<at::Tensor>& start, const at::Tensor& messages, const at::Tensor& products,
+            int64_t order, bool reverse) {
+           const c10::cuda::OptionalCUDAGuard guard(grad_b.device());
+           return slice_finish_gradients(kKernels, grad_b, grad_A, A, x, start, messages, products, order, reverse);
+         });
 }
 
 }  // namespace weft::scan
