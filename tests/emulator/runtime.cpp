@@ -314,8 +314,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   attributes->hostPointer = attributes->devicePointer = const_cast<void*>(data);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
-  CALL("MemcpyAsync");
+static cudaError_t start_copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   const bool pageable = !inside(device_memory, to, 1) && !inside(host_memory, to, 1);
   const bool from_pageable = !inside(device_memory, from, 1) && !inside(host_memory, from, 1);
   // A copy of pinned memory stays within what was pinned at once.
@@ -331,6 +330,22 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   if (pageable) run(on);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  CALL("MemcpyAsync");
+  return start_copy(to, from, bytes, stream);
+}
+#if CUDART_VERSION >= 13000
+// Its copies in the order that their caller may expect least.
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                                 cudaMemcpyAttributes* attributes, size_t* firsts, size_t kinds, cudaStream_t stream) {
+  CALL("MemcpyBatchAsync");
+  if (kinds != 1 || *firsts != 0 || attributes->srcAccessOrder != cudaMemcpySrcAccessOrderStream)
+    return ++errors, done(cudaErrorInvalidValue);
+  for (size_t i = count; i-- > 0;)
+    if (const cudaError_t status = start_copy(to[i], from[i], bytes[i], stream); status != cudaSuccess) return status;
+  return cudaSuccess;
+}
+#endif
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   CALL("Memcpy");
   run_all();

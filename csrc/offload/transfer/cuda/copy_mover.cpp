@@ -47,7 +47,9 @@ std::pair<double, double> measure(c10::DeviceIndex device) {
     CudaEventPtr begin, end;
     for (int i = 0; i < 2; ++i) {  // the first is a warm-up
       begin = record_on(stream);
-      copy_pinned(to, from, kBytes, kind, stream, "measured copy");
+      PinnedCopies copies(kind);
+      copies.add(to, from, kBytes);
+      copies.start(stream, "measured copy");
       end = record_on(stream);
     }
     end->synchronize();
@@ -102,12 +104,14 @@ class CopyMover : public CudaMover {
     const auto outs = std::exchange(joint_.outs, {}), ins = std::exchange(joint_.ins, {});
     if (!outs.empty()) {
       CopyStreams& streams = outs.front()->streams();
+      joint_.out.start(streams.out, kCopyOut, /*together=*/true);
       const CudaEventPtr end = offload::record_on(streams.out);
       ++streams.outs;
       for (CopyTransfer* transfer : outs) transfer->end_out(end, streams.outs);
     }
     if (!ins.empty()) {
       CopyStreams& streams = ins.front()->streams();
+      joint_.in.start(streams.in, kCopyIn, /*together=*/true);
       const CudaEventPtr end = offload::record_on(streams.in);
       ++streams.ins;
       for (CopyTransfer* transfer : ins) transfer->end_in(end, streams.ins);

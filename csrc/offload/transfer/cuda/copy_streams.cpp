@@ -170,15 +170,37 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
 
-void copy_pinned(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream,
-                 const char* what) {
-  const auto host = reinterpret_cast<uintptr_t>(kind == cudaMemcpyDeviceToHost ? to : from);
+void PinnedCopies::add(void* to, const void* from, int64_t bytes) {
+  const auto host = reinterpret_cast<uintptr_t>(kind_ == cudaMemcpyDeviceToHost ? to : from);
   for (int64_t done = 0, part; done < bytes; done += part) {
     part = std::min<int64_t>(bytes - done, kPinnedPiece - int64_t((host + uintptr_t(done)) % uintptr_t(kPinnedPiece)));
-    cuda_check(cudaMemcpyAsync(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, size_t(part), kind,
-                               stream.stream()),
-               what);
+    to_.push_back(static_cast<char*>(to) + done);
+    from_.push_back(static_cast<const char*>(from) + done);
+    bytes_.push_back(size_t(part));
   }
+}
+
+void PinnedCopies::start(c10::cuda::CUDAStream stream, const char* what, bool together) {
+  const auto to = std::exchange(to_, {});
+  const auto from = std::exchange(from_, {});
+  const auto bytes = std::exchange(bytes_, {});
+#if CUDART_VERSION >= 13000
+  if (together && to.size() > 1) {
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    const cudaMemLocation device{cudaMemLocationTypeDevice, stream.device_index()}, host{cudaMemLocationTypeHost, 0};
+    const bool out = kind_ == cudaMemcpyDeviceToHost;
+    attributes.srcLocHint = out ? device : host;
+    attributes.dstLocHint = out ? host : device;
+    size_t first = 0;
+    if (cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first, 1,
+                             stream.stream()) == cudaSuccess)
+      return;
+    cudaGetLastError();  // a driver that cannot: one by one
+  }
+#endif
+  for (size_t i = 0; i < to.size(); ++i)
+    cuda_check(cudaMemcpyAsync(to[i], from[i], bytes[i], kind_, stream.stream()), what);
 }
 
 Staging::~Staging() {

@@ -155,9 +155,20 @@ c10::Storage allocate_on(c10::Device device, int64_t bytes);
 // Device memory for work on the stream; freed memory goes to the stream's later work.
 c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 
-// A copy between the device and pinned memory, cut where that may end.
-void copy_pinned(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream,
-                 const char* what);
+// Copies between the device and pinned memory, all in one direction, cut where that may end.
+class PinnedCopies {
+ public:
+  explicit PinnedCopies(cudaMemcpyKind kind) : kind_(kind) {}
+  void add(void* to, const void* from, int64_t bytes);
+  // Starts those that were added since the last start; `together`: in any order, by one call where the runtime has it.
+  void start(c10::cuda::CUDAStream stream, const char* what, bool together = false);
+
+ private:
+  cudaMemcpyKind kind_;
+  std::vector<void*> to_;
+  std::vector<const void*> from_;
+  std::vector<size_t> bytes_;
+};
 
 // Tells torch's allocator that the stream uses the memory, so that after the last owner released it nobody gets it
 // before the stream is done. Does nothing for the stream that the memory was allocated for.

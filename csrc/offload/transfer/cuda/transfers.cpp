@@ -25,9 +25,9 @@ int64_t expected(int64_t n, double density) {
 }
 
 void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream) {
-  copy_pinned(to, from, bytes, kind, stream,
-              kind == cudaMemcpyDeviceToHost ? "copy of a saved tensor to the host"
-                                             : "copy of a saved tensor back from the host");
+  PinnedCopies copies(kind);
+  copies.add(to, from, bytes);
+  copies.start(stream, kind == cudaMemcpyDeviceToHost ? kCopyOut : kCopyIn);
 }
 
 size_t compress_workspace(int64_t n, int64_t itemsize) {
@@ -154,11 +154,17 @@ RawTransfer::RawTransfer(CopyStreams& streams, std::unique_ptr<HostPool::Buffer>
 }
 
 void RawTransfer::send(const char* from, int64_t bytes) {
-  copy(host(), from, bytes, cudaMemcpyDeviceToHost, streams_.out);
+  if (joint_->open)
+    joint_->out.add(host(), from, bytes);
+  else
+    copy(host(), from, bytes, cudaMemcpyDeviceToHost, streams_.out);
 }
 
 c10::cuda::CUDAStream RawTransfer::receive(char* to, int64_t bytes) {
-  copy(to, host(), bytes, cudaMemcpyHostToDevice, streams_.in);
+  if (joint_->open)
+    joint_->in.add(to, host(), bytes);
+  else
+    copy(to, host(), bytes, cudaMemcpyHostToDevice, streams_.in);
   return streams_.in;
 }
 

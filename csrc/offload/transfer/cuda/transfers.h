@@ -27,10 +27,15 @@ Stages& stages();
 
 class CopyTransfer;
 
-// Copies of one direction and device that share the event of their end.
+// In errors.
+constexpr const char* kCopyOut = "copy of a saved tensor to the host";
+constexpr const char* kCopyIn = "copy of a saved tensor back from the host";
+
+// Copies of one direction and device that start together and share the event of their end.
 struct Joint {
   bool open = false;
   std::vector<CopyTransfer*> outs, ins;
+  PinnedCopies out{cudaMemcpyDeviceToHost}, in{cudaMemcpyHostToDevice};
 };
 
 // A transfer on the copy streams of its device. `send` and `receive` define how the bytes cross the bus.
@@ -54,7 +59,7 @@ class CopyTransfer : public Transfer {
  protected:
   CopyTransfer(CopyStreams& streams, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from);
   // `send` enqueues first on first_out(), which already waits for what a copy out waits for, and last on the out
-  // stream. `receive` returns the stream of its last work.
+  // stream. `receive` returns the stream of its last work. Who joins adds to an open joint in place of that.
   virtual c10::cuda::CUDAStream first_out() const { return streams_.out; }
   virtual void send(const char* from, int64_t bytes) = 0;
   virtual c10::cuda::CUDAStream receive(char* to, int64_t bytes) = 0;
@@ -64,6 +69,7 @@ class CopyTransfer : public Transfer {
   char* host() const { return static_cast<char*>(buffer_->data()); }
 
   CopyStreams& streams_;
+  Joint* joint_ = nullptr;
   std::vector<std::shared_ptr<PinnedNumber>> numbers_;  // that the copy out writes to
 
  private:
@@ -77,7 +83,6 @@ class CopyTransfer : public Transfer {
   std::unique_ptr<HostPool::Buffer> buffer_;
   const void* source_ = nullptr;  // the first byte of the guarded storage
   c10::cuda::CUDAStream moved_on_;
-  Joint* joint_ = nullptr;
   int64_t number_ = 0, number_in_ = 0;  // of the events of its ends, among those of their streams; 0: on another one
   std::optional<c10::cuda::CUDAStream> allocated_on_;
   CudaEventPtr out_, in_;
