@@ -5,9 +5,11 @@
 // cost as much as 8. The reduction is cut among the warps in chunks of 16, whose order inside may be any, if it is the
 // same for both factors: so a lane takes four neighbours of a row at once, straight from L2, every element once per
 // block, and weights lie in the order of fragments, without bank conflicts. The warps' partial sums are added up in
-// shared memory in a fixed order. fp32 is three products of TF32, of fp32 accuracy.
+// shared memory in a fixed order. fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is
+// multiply-adds, because every use of a weight on the tensor cores splits it first.
 //
-// Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and as much again for the splits.
+// Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and more for the splits, 80 instructions of a warp in
+// all. As multiply-adds a row takes 9.
 #pragma once
 
 #include "common/cuda/grid_barrier.jit.cuh"
@@ -102,19 +104,173 @@ struct ResidentProduct {
     int first = 0;
     if constexpr (kMostGroups > 1) {
       for (; count - first > 8; first += kMostGroups * 8) {
-        some<kMostGroups>(first, count, rank, weights, partials, source, store);
+        some<kMostGroups>(first, count, rank, weights, partials, source, store, [] {});
       }
     }
-    for (; first < count; first += 8) some<1>(first, count, rank, weights, partials, source, store);
+    for (; first < count; first += 8) {
+      few(first, count, rank, weights, partials, source, store, [] {});
+    }
   }
-  // The same of at most 8.
-  template <typename Source, typename Store>
+  // The same of at most 8; between() is called when they have been asked for.
+  template <typename Source, typename Store, typename Between>
   static __device__ __forceinline__ void run_few(int count, int rank, const FourOf<E>* weights, float* partials,
-                                                 const Source& source, const Store& store) {
-    some<1>(0, count, rank, weights, partials, source, store);
+                                                 const Source& source, const Store& store, const Between& between) {
+    few(0, count, rank, weights, partials, source, store, between);
   }
 
  private:
+  static constexpr int kMostSums = 64;  // of a lane
+  // Whether a tile has columns in this half.
+  static constexpr bool has(int tile, int half) {
+    return tile * 16 + half * 8 < kColumns;
+  }
+
+  // Up to 8 rows from `first` on.
+  template <typename Source, typename Store, typename Between>
+  static __device__ __forceinline__ void few(int first, int count, int rank, const FourOf<E>* weights, float* partials,
+                                             const Source& source, const Store& store, const Between& between) {
+    if constexpr (kMultiply == Multiply::kFloat && kInner % 4 == 0) {
+      if constexpr (kTiles * 2 <= kMostSums) {
+        if (count - first == 1) return multiply_add<1>(first, count, rank, weights, partials, source, store, between);
+      }
+      if constexpr (kTiles * 8 <= kMostSums) {
+        if (count - first <= 4) return multiply_add<4>(first, count, rank, weights, partials, source, store, between);
+      }
+    }
+    some<1>(first, count, rank, weights, partials, source, store, between);
+  }
+
+  // The same of at most kRows rows by multiply-adds. Four lanes share a column; each has four neighbours of a chunk.
+  template <int kRows, typename Source, typename Store, typename Between>
+  static __device__ __forceinline__ void multiply_add(int first, int count, int rank, const FourOf<E>* weights,
+                                                      float* partials, const Source& source, const Store& store,
+                                                      const Between& between) {
+    constexpr int kBatch = kOfWarp < 12 / kRows ? kOfWarp : 12 / kRows;  // chunks that are loaded together
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = count - first;
+    float d[kTiles][2][kRows] = {};
+    const E* from[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) from[r] = r < rows ? source(first + r) : nullptr;
+    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
+      FourOf<E> b[kBatch][kRows];
+      read<kBatch, kRows>(batch, from, b, between);
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        const int chunk = warp + (batch + c) * kWarps;
+        if (chunk >= kChunks) break;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if (!has(tile, half)) continue;
+            const FourOf<E> w = weights[(chunk * kTiles + tile) * 64 + half * 32 + lane];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) d[tile][half][r] = fmaf(w.x[e], b[c][r].x[e], d[tile][half][r]);
+            }
+          }
+        }
+      }
+    }
+    finish<1>(first, rows, rank, partials, store, [&](int begin, int end, int pitch) {
+#pragma unroll
+      for (int tile = begin; tile < end; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!has(tile, half)) continue;
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            float sum = d[tile][half][r];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            const int column = (tile - begin) * 16 + half * 8 + lane / 4;
+            if (lane % 4 == r) partials[(warp * 8 + r) * pitch + column] = sum;
+          }
+        }
+      }
+    });
+  }
+
+  // Neighbours of kGroups rows, of which the lane has some; zeros where there is no row. The first are asked for before
+  // between(), and waited for after it.
+  template <int kBatch, int kGroups, typename Between>
+  static __device__ __forceinline__ void read(int batch, const E* const (&from)[kGroups],
+                                              FourOf<E> (&b)[kBatch][kGroups], const Between& between) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool missing[kBatch][kGroups] = {};
+#pragma unroll
+    for (int c = 0; c < kBatch; ++c) {
+      const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
+          if constexpr (kPublished) {
+            missing[c][g] = ask(from[g] + k, b[c][g]);
+          } else {
+            b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+          }
+        }
+      }
+    }
+    if (batch == 0) between();
+    if constexpr (kPublished) {
+      const auto any = [&] {
+        bool found = false;
+#pragma unroll
+        for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
+        }
+        return found;
+      };
+      // All that are missing at once: one after the other costs a round trip each.
+      while (__any_sync(~0u, any())) {
+#pragma unroll
+        for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+            if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
+          }
+        }
+      }
+    }
+  }
+
+  // Adds up what the warps have of `rows` rows, some tiles at a time: write(begin, end, pitch) puts what this one has
+  // of tiles [begin, end) at partials[(warp * 8 * kGroups + row) * pitch + column].
+  template <int kGroups, typename Store, typename Write>
+  static __device__ __forceinline__ void finish(int first, int rows, int rank, float* partials, const Store& store,
+                                                const Write& write) {
+    constexpr int kAtOnce = tiles_at_once(kGroups), kPitch = kAtOnce * 16 + 4;
+    constexpr int kChains = kActive % 4 == 0 ? 4 : 1;  // of additions
+#pragma unroll
+    for (int begin = 0; begin < kTiles; begin += kAtOnce) {
+      const int end = begin + kAtOnce < kTiles ? begin + kAtOnce : kTiles;
+      if (threadIdx.x / 32 < kActive) write(begin, end, kPitch);
+      __syncthreads();
+      const int columns = min(kAtOnce * 16, kColumns - begin * 16);
+      for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
+        const int row = i / columns, local = begin * 16 + i % columns, column = Columns::of(local, rank);
+        float sums[kChains] = {};
+#pragma unroll
+        for (int w = 0; w < kActive; ++w) {
+          sums[w % kChains] += partials[(w * kGroups * 8 + row) * kPitch + i % columns];
+        }
+        float sum = sums[0];
+        if constexpr (kChains == 4) sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        if (column >= 0) store(first + row, local, column, sum);
+      }
+      __syncthreads();
+    }
+  }
+
   static __device__ __forceinline__ bool ask(const E* from, FourOf<E>& to) {
     if constexpr (sizeof(E) == 2) {
       return load_published(reinterpret_cast<const unsigned short*>(from),
@@ -133,9 +289,9 @@ struct ResidentProduct {
   }
 
   // 8 * kGroups rows from `first` on.
-  template <int kGroups, typename Source, typename Store>
+  template <int kGroups, typename Source, typename Store, typename Between>
   static __device__ __forceinline__ void some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
-                                              const Source& source, const Store& store) {
+                                              const Source& source, const Store& store, const Between& between) {
     // Independent sums, or each product would wait for the one before.
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles * kGroups == 1 ? 2 * kTerms : 1;
     constexpr int kBatch = kOfWarp < 8 / kGroups ? kOfWarp : 8 / kGroups;  // chunks that are loaded together
@@ -150,48 +306,7 @@ struct ResidentProduct {
     }
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
       FourOf<E> b[kBatch][kGroups];
-      bool missing[kBatch][kGroups] = {};
-#pragma unroll
-      for (int c = 0; c < kBatch; ++c) {
-        const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
-            if constexpr (kPublished) {
-              missing[c][g] = ask(from[g] + k, b[c][g]);
-            } else {
-              b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
-            }
-          } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
-            }
-          }
-        }
-      }
-      if constexpr (kPublished) {
-        const auto any = [&] {
-          bool found = false;
-#pragma unroll
-          for (int c = 0; c < kBatch; ++c) {
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
-          }
-          return found;
-        };
-        // All that are missing at once: one after the other costs a round trip each.
-        while (__any_sync(~0u, any())) {
-#pragma unroll
-          for (int c = 0; c < kBatch; ++c) {
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
-              if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
-            }
-          }
-        }
-      }
+      read<kBatch, kGroups>(batch, from, b, between);
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
         const int chunk = warp + (batch + c) * kWarps;
@@ -205,7 +320,8 @@ struct ResidentProduct {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
-          const FourOf<E> lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
+          FourOf<E> lower{};
+          if (has(tile, 1)) lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             u32 high[4], low[4];
@@ -227,36 +343,22 @@ struct ResidentProduct {
         }
       }
     }
-    constexpr int kAtOnce = tiles_at_once(kGroups), kPitch = kAtOnce * 16 + 4;
+    finish<kGroups>(first, rows, rank, partials, store, [&](int begin, int end, int pitch) {
 #pragma unroll
-    for (int begin = 0; begin < kTiles; begin += kAtOnce) {
-      if (warp < kActive) {
+      for (int tile = begin; tile < end; ++tile) {
 #pragma unroll
-        for (int tile = begin; tile < begin + kAtOnce && tile < kTiles; ++tile) {
+        for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
+          for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              float sum = 0.0f;
-#pragma unroll
-              for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
-              const int row = g * 8 + lane % 4 * 2 + i % 2, column = (tile - begin) * 16 + i / 2 * 8 + lane / 4;
-              partials[(warp * kGroups * 8 + row) * kPitch + column] = sum;
-            }
+            for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
+            const int row = g * 8 + lane % 4 * 2 + i % 2, column = (tile - begin) * 16 + i / 2 * 8 + lane / 4;
+            partials[(warp * kGroups * 8 + row) * pitch + column] = sum;
           }
         }
       }
-      __syncthreads();
-      const int columns = min(kAtOnce * 16, kColumns - begin * 16);
-      for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
-        const int row = i / columns, local = begin * 16 + i % columns, column = Columns::of(local, rank);
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kActive; ++w) sum += partials[(w * kGroups * 8 + row) * kPitch + i % columns];
-        if (column >= 0) store(first + row, local, column, sum);
-      }
-      __syncthreads();
-    }
+    });
   }
 };
 

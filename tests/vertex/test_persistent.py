@@ -150,6 +150,15 @@ class TestScripts:
         why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, 2)
         assert "the weights of the forward pass take" in why and why.count("bytes") == 1
 
+    def test_each_pass_loads_its_weights_whatever_their_size(self):
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+        for width in (16, 640):
+            compiled, _ = compiled_of(models.TreeLSTM(8, width), graphs, torch.randn(3, 8, requires_grad=True))
+            for which in (FORWARD, BACKWARD):
+                defines, _, _ = _C.persistent_source(compiled.program, which, 132, False, 2)
+                (loads,) = (d for d in defines if d.startswith("WEFT_VERTEX_WEIGHTS="))
+                assert loads.count("::load(") == 1
+
     def test_float64_has_none(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
         cell, x = models.TreeLSTM(8, 16).double(), torch.randn(3, 8, dtype=torch.float64)
@@ -167,7 +176,7 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
     device = torch.device("cuda", 0)
     known = persistent.geometries(compiled, device)
     assert [g.groups for g in known] == [1, 2, 4, 8]
-    assert persistent.geometries(compiled, device, (2, 1, True, True, 5))[-1].groups == 4
+    assert persistent.geometries(compiled, device, (2, 1, True, True, 5))[-1].groups == 8
     for count, groups in ((1, 1), (2, 1), (512, 8)):
         assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * count), device).groups == groups
     monkeypatch.setattr(persistent, "_GAIN", float("inf"))

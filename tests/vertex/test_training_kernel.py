@@ -254,6 +254,19 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
     check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width, groups=groups)
 
 
+def test_weights_take_each_others_place(tmp_path):
+    """Those of the linear layer, of the frontiers forward and backward, where there is no room for all."""
+    torch.manual_seed(7)
+    cell = models.TreeLSTM(96, 96)
+    graphs = trees(random.Random(4), 1)
+    compiled, _ = whole(prepare(cell, graphs, torch.randn(graphs.num_vertices, 96), "batched").ready)
+    defines, _, _ = _C.persistent_source(compiled.program, TRAINING, BLOCKS, False, 2, 1, False, False, 96)
+    of = {d.split("=", 1)[0]: d.split("=", 1)[1].count("::load(") for d in defines}
+    assert (of["WEFT_VERTEX_WEIGHTS"], of["WEFT_VERTEX_TURN"]) == (1, 2)
+    # So many trees that a thread has several columns.
+    check(cell, lambda rng, _: trees(rng, 28), "sgd", "mse", None, "vertices", tmp_path, steps=2, x_width=96, groups=2)
+
+
 def test_a_refused_step_changes_nothing(tmp_path):
     torch.manual_seed(1)
     cell, head = models.TreeLSTM(4, 8), nn.Linear(8, 5)

@@ -1,6 +1,8 @@
 #include "vertex/exec/persistent_source.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -42,12 +44,15 @@ struct Sizes {
   }
 };
 
-// Of a pass, in shared memory. Where a training step's weights are many, those of the backward pass take the place of
-// the others when it turns.
+// Of a pass, in shared memory. The parts of a training step, before the frontiers, forward and backward, take the place
+// of each other's weights where there is no room for all.
 struct Room {
-  int64_t sums = 0, partials = 0, weights = 0, weights_forward = 0;
-  bool turns = false;
+  static constexpr int kParts = 3;
+  int64_t sums = 0, partials = 0, weights = 0;
+  std::array<int64_t, kParts> begin{};  // of a part's weights, from the first on
+  std::array<bool, kParts> turns{};     // they are loaded when it begins
   Room(const Program& program, const Partition& partition, int32_t classes) {
+    std::array<int64_t, kParts> of{};
     partials = int64_t{kWarps} * (classes + 2) * 4;
     for (size_t i = 0; i < partition.steps.size(); ++i) {
       if (!is_product(partition, i)) continue;
@@ -55,13 +60,23 @@ struct Room {
       const Sizes sizes(program, *partition.steps[i], share);
       sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
-      (i < partition.forward_steps ? weights_forward : weights) += sizes.weights;
+      of[part(partition, i)] += sizes.weights;
     }
-    constexpr int64_t kForBoth = 160 << 10;
-    turns = weights > 0 && weights_forward + weights > kForBoth;
-    weights = turns ? std::max(weights_forward, weights) : weights_forward + weights;
+    constexpr int64_t kForAll = 160 << 10;
+    const int64_t first = of[0] + of[1];
+    turns[1] = of[0] > 0 && first > kForAll;
+    turns[2] = first > 0 && first + of[2] > kForAll;
+    begin[1] = turns[1] ? 0 : of[0];
+    begin[2] = turns[2] ? 0 : first;
+    for (int k = 0; k < kParts; ++k) weights = std::max(weights, begin[k] + of[k]);
     sums = (sums + 15) / 16 * 16;
     partials = (partials + 15) / 16 * 16;
+    // Gradients take the place of all that.
+    if (partition.pass == Pass::kTraining) weights = std::max(weights, kOuterShared - partials);
+  }
+  static int part(const Partition& partition, size_t step) {
+    if (step >= partition.forward_steps) return 2;
+    return partition.steps[step]->when == Step::When::kBefore ? 0 : 1;
   }
   int64_t before_weights() const {
     return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials;
@@ -80,20 +95,20 @@ class SourceWriter {
     std::iota(all_.begin(), all_.end(), 0);
   }
 
-  // `weights`: where in shared memory they begin.
-  void write(int64_t weights, bool turn) {
-    const int64_t begin = weights;
+  void write(const Room& room) {
+    std::array<int64_t, Room::kParts> weights = room.begin;
     for (size_t i = 0; i < partition_.steps.size(); ++i) {
-      if (i == partition_.forward_steps && turn) weights = begin;
       if (!partition_.shares[i].runs) continue;
       switch (partition_.steps[i]->kind) {
         case Step::Kind::kKernel:
           kernel(i);
           break;
-        case Step::Kind::kProduct:
-          product(i, weights, turn && i >= partition_.forward_steps ? turns : loads);
-          weights += Sizes(program_, *partition_.steps[i], partition_.shares[i]).weights;
+        case Step::Kind::kProduct: {
+          const int part = Room::part(partition_, i);
+          product(i, room.before_weights() + weights[part], room.turns[part] ? turns[part] : loads);
+          weights[part] += Sizes(program_, *partition_.steps[i], partition_.shares[i]).weights;
           break;
+        }
         case Step::Kind::kOuter:
           outer(i);
           break;
@@ -104,7 +119,9 @@ class SourceWriter {
     }
   }
 
-  std::string types, loads, turns, cases;  // turns: loads when the forward pass is over
+  std::string types, loads, cases;
+  std::array<std::string, Room::kParts> turns;  // loads when a part begins
+  int units = 0;                                // of work of all gradients
 
  private:
   static std::string buffer(int32_t b) { return "buffers.of[" + std::to_string(b) + "]"; }
@@ -114,11 +131,16 @@ class SourceWriter {
     return kernel;
   }
 
+  // Of many rows a thread has several columns of one, so that it does not wait for the stores of one before it asks for
+  // the operands of the next.
   void kernel(size_t i) {
     const Step step = of_all(i);
     for (const bool leaves : {false, true}) {
       if (leaves && (step.edges || step.leaf_code.empty())) continue;
-      const Parts body = kernel_parts(program_, step, leaves, {&partition_.published, -1, {}});
+      const auto body = [&](int each) {
+        const Parts parts = kernel_parts(program_, step, leaves, {&partition_.published, -1, {}}, each);
+        return parts.declared + parts.early + parts.late + " }";
+      };
       cases += label(i, leaves ? ScriptInstruction::kRunLeaves : ScriptInstruction::kRun) +
                "{ constexpr int columns = " + std::to_string(step.width) + ";";
       if (step.reduces) {
@@ -126,12 +148,20 @@ class SourceWriter {
             " constexpr int lanes = 32; const int lane = threadIdx.x % 32; for (int i = rank * kWarps + "
             "threadIdx.x / 32; i < count; i += kBlocks * kWarps) { const long long index = first + i; ";
       } else {
-        const std::string units = std::to_string(std::max(1, partition_.shares[i].columns));
+        const int count = std::max(1, partition_.shares[i].columns);
+        const std::string units = std::to_string(count);
+        const int each = step.width % count != 0 ? 1 : leaves && count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+        if (each > 1) {
+          const std::string lanes = std::to_string(count / each);
+          cases += " if (count * " + units + " > kPersistentThreads) { constexpr int lanes = " + lanes +
+                   "; for (int i = threadIdx.x; i < count * lanes; i += kPersistentThreads) { const int j = rank * " +
+                   units + " + i % lanes; const long long index = first + i / lanes; " + body(each) + " break; }";
+        }
         cases += " for (int i = threadIdx.x; i < count * " + units +
                  "; i += kPersistentThreads) { const int j = rank * " + units + " + i % " + units +
                  "; if (j >= columns) continue; const long long index = first + i / " + units + "; ";
       }
-      cases += body.early + body.late + " } } break;";
+      cases += body(1) + " } break;";
     }
     if (std::find(partition_.blanks.begin(), partition_.blanks.end(), static_cast<int32_t>(i)) !=
         partition_.blanks.end())
@@ -172,14 +202,15 @@ class SourceWriter {
     cases += label(i, ScriptInstruction::kRun) + "product<Product" + n + ", " + type + ">(" + from + ", " + to +
              ", first, count, rank, shared + " + at + ", partials, " + bias + "); break;";
     pair(i, "few<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, shared + " + at +
-                ", partials, sums);");
+                ", partials, sums, ");
     if (s.zeroes_leaves) {
       cases += label(i, ScriptInstruction::kZero) + "zero<" + columns_of(share, partition_.blocks) + ", " + type +
                ">(" + to + ", first, count, rank); break;";
     }
   }
 
-  // The kernel that may follow product `number` in one instruction, as statements that have its own in the middle.
+  // The kernel that may follow product `number` in one instruction, as statements around the product's, whose last
+  // argument is what is done while it waits for other blocks.
   void pair(size_t number, const std::string& product) {
     for (size_t k = 0; k < partition_.steps.size(); ++k) {
       const Share& share = partition_.shares[k];
@@ -208,8 +239,8 @@ class SourceWriter {
                "; const int local = threadIdx.x % " + units + ", own = rank * " + units +
                " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
                " && own < columns; const int pair = mine ? threadIdx.x / " + units +
-               " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.early + " " +
-               product + " if (mine) { " + body.late + " } } break;";
+               " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared +
+               " " + product + "[&] { if (mine) { " + body.early + " } }); if (mine) { " + body.late + " } } break;";
       return;
     }
   }
@@ -229,31 +260,44 @@ class SourceWriter {
     return std::string(first ? ", true" : ", false") + (last ? ", true" : ", false");
   }
 
+  // Where the units of work of a gradient begin: all its terms have the same.
+  int first_unit(std::map<int32_t, int>& known, int32_t number, int count) {
+    const auto [found, is_new] = known.try_emplace(number, units);
+    if (is_new) units += count;
+    return found->second;
+  }
+
   void outer(size_t i) {
     const Step& s = *partition_.steps[i];
-    const Share& share = partition_.shares[i];
-    const int32_t own = share.of_source ? s.source : s.target, other = share.of_source ? s.target : s.source;
+    // Rows of the matrix are columns of the left factor.
+    const int32_t left = s.transposed ? s.target : s.source, right = s.transposed ? s.source : s.target;
+    const int32_t rows = program_.buffers[left].width, columns = program_.buffers[right].width;
+    const auto tiles = [](int32_t width) { return (width + kOuterTile - 1) / kOuterTile; };
+    const int first = first_unit(of_matrices_, s.matrix, tiles(rows) * tiles(columns));
     const std::string matrix = "matrices.of[" + std::to_string(s.matrix) + "]";
-    // Where element (column of own, column of other) is.
-    const bool by_row = share.of_source != s.transposed;
-    cases += label(i, ScriptInstruction::kRun) + "outer<" + columns_of(share, partition_.blocks) + ", " +
-             std::to_string(program_.buffers[other].width) + terms(i) + ">(" + buffer(own) + ", " + buffer(other) +
-             ", first, count, rank, group, groups, " + matrix + (by_row ? ".row, " : ".column, ") + matrix +
-             (by_row ? ".column" : ".row") + ", updates.of[" + std::to_string(s.matrix) + "], refused); break;";
+    cases += label(i, ScriptInstruction::kRun) + "outer<" + std::to_string(rows) + ", " + std::to_string(columns) +
+             ", " + std::to_string(first) + terms(i) + ">(" + buffer(left) + ", " + buffer(right) + ", first, count, " +
+             matrix + ".row, " + matrix + ".column, updates.of[" + std::to_string(s.matrix) +
+             "], refused, reinterpret_cast<float*>(partials)); break;";
   }
 
   void total(size_t i) {
     const Step& s = *partition_.steps[i];
-    cases += label(i, ScriptInstruction::kRun) + "total<" + columns_of(partition_.shares[i], partition_.blocks) +
-             terms(i) + ">(" + buffer(s.source) + ", first, count, rank, group, groups, " + std::to_string(s.column) +
-             ", " + std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
-             std::to_string(s.vector) + "], refused); break;";
+    const auto is_vector = [&](const Buffer& b) { return b.space == Space::kVector && b.index == s.vector; };
+    const auto found = std::find_if(program_.buffers.begin(), program_.buffers.end(), is_vector);
+    const int32_t elements = found == program_.buffers.end() ? s.first + s.width : found->width;
+    const int first = first_unit(of_vectors_, s.vector, (elements + kSumColumns - 1) / kSumColumns);
+    cases += label(i, ScriptInstruction::kRun) + "total<" + std::to_string(elements) + ", " + std::to_string(first) +
+             terms(i) + ">(" + buffer(s.source) + ", first, count, " + std::to_string(s.column) + ", " +
+             std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
+             std::to_string(s.vector) + "], refused, reinterpret_cast<float*>(partials)); break;";
   }
 
   const Program& program_;
   const Partition& partition_;
   bool tf32_;
   std::vector<int32_t> all_;
+  std::map<int32_t, int> of_matrices_, of_vectors_;
 };
 
 // The first of a space.
@@ -287,7 +331,7 @@ PersistentSource persistent_source(const Program& program, const Partition& part
   const bool training = partition.pass == Pass::kTraining;
   const Room room(program, partition, training ? form.classes : 0);
   SourceWriter writer(program, partition, tf32);
-  writer.write(room.before_weights(), room.turns);
+  writer.write(room);
   PersistentSource found;
   const auto define = [&](const char* name, const std::string& text) {
     found.defines.push_back("WEFT_VERTEX_" + std::string(name) + "=" + text);
@@ -301,7 +345,8 @@ PersistentSource persistent_source(const Program& program, const Partition& part
   define("SUMS", std::to_string(room.sums));
   define("STEPS", writer.cases);
   if (training) {
-    define("TURN", writer.turns);
+    define("TURN", "if (instruction.first == 1) {" + writer.turns[1] + " } else {" + writer.turns[2] + " }");
+    define("HEAD_TURN", std::to_string(writer.units));
     const int32_t output = find_buffer(program, Space::kOutput);
     define("UPDATES", std::to_string(std::max(1, matrices) + vectors + 2));
     define("VECTORS", std::to_string(vectors));

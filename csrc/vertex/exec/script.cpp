@@ -98,14 +98,16 @@ class Walk {
         break;
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
-    if (once(0, forward, Step::When::kBefore, enter, meet, visit) && groups_ > 1) meet();
+    if (once(0, forward, Step::When::kBefore, enter, meet, visit)) {
+      other(ScriptInstruction::kTurn, 1);
+      if (groups_ > 1) meet();
+    }
     blanks(visit);
     frontiers(0, forward, false, enter, waits, visit);
     once(0, forward, Step::When::kAfter, enter, meet, visit);
     meet();
-    other(ScriptInstruction::kLoss);
-    meet();
-    other(ScriptInstruction::kLossOfHead);
+    other(ScriptInstruction::kLoss, 0);
+    other(ScriptInstruction::kTurn, 2);
     meet();
     frontiers(forward, all, true, enter, waits, visit);
     once(forward, all, Step::When::kAfter, enter, meet, visit);
@@ -113,7 +115,7 @@ class Walk {
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
     }
-    other(ScriptInstruction::kUpdateHead);
+    other(ScriptInstruction::kUpdateHead, 0);
   }
 
  private:
@@ -299,8 +301,8 @@ std::vector<ScriptInstruction> script_of(const Program& program, const Partition
                 script.push_back({v.op, v.step, v.first, v.count});
               }
             },
-            [&](ScriptInstruction::Op op) {
-              script.push_back({op, 0, 0, 0});
+            [&](ScriptInstruction::Op op, int number) {
+              script.push_back({op, 0, number, 0});
             });
   script.push_back({ScriptInstruction::kEnd, 0, 0, 0});
   return script;
@@ -395,9 +397,11 @@ std::string script_fault(const Program& program, const Partition& partition, std
               second = pair && !second;
               at += !second;
             },
-            [&](ScriptInstruction::Op op) {
+            [&](ScriptInstruction::Op op, int number) {
               meet();
-              if (fault.empty() && (at == script.size() || script[at].op != op)) blame("another instruction");
+              if (fault.empty() && (at == script.size() || script[at].op != op || script[at].first != number)) {
+                blame("another instruction");
+              }
               ++at;
             });
   meet();
@@ -479,8 +483,8 @@ std::string script_text(const Partition& partition, Script script) {
       case ScriptInstruction::kLoss:
         text += "loss\n";
         continue;
-      case ScriptInstruction::kLossOfHead:
-        text += "gradient of the outputs\n";
+      case ScriptInstruction::kTurn:
+        text += std::string("weights of the frontiers ") + (i.first == 1 ? "forward\n" : "backward\n");
         continue;
       case ScriptInstruction::kUpdateHead:
         text += "update of the head\n";

@@ -20,8 +20,9 @@ struct ScriptInstruction {
     kBlank,      // of a kernel that gives its rows to parents: what no child gives in these rows is zero
     kOps,
     // Of a training step, once each.
-    kLoss,        // of the outputs, and its gradient by what the head makes, where there is one
-    kLossOfHead,  // the gradient of the outputs by that of the head
+    kLoss,  // of the outputs, and its gradient
+    kTurn,  // where there is no room for all weights: loads those of part `first`, 1 the frontiers forward and what
+            // comes after them, 2 the frontiers backward
     kUpdateHead,
   };
   int op, step, first, count;

@@ -96,34 +96,18 @@ class Partitioner {
         share.segments = {{0, s.width}};
         break;
       case Step::Kind::kProduct:
-        share.segments = segments_of(s.target, /*written=*/false);
+        share.segments = segments_of(s.target);
         break;
-      case Step::Kind::kOuter: {
-        // As the first term of the same gradient, or the wider side: the other one all blocks read.
-        size_t first = found_.forward_steps;
-        while (first < i && !(runs(first) && is_same_gradient(step(first), s))) ++first;
-        if (first < i) {
-          share.of_source = found_.shares[first].of_source;
-          share.segments = found_.shares[first].segments;
-          break;
-        }
-        share.of_source = program_.buffers[s.source].width > program_.buffers[s.target].width;
-        share.segments = segments_of(share.of_source ? s.source : s.target, /*written=*/true);
-        break;
-      }
-      case Step::Kind::kTotal: {
-        const auto is_vector = [&](const Buffer& b) { return b.space == Space::kVector && b.index == s.vector; };
-        const auto found = std::find_if(program_.buffers.begin(), program_.buffers.end(), is_vector);
-        share.segments = {{0, found == program_.buffers.end() ? s.first + s.width : found->width}};
-        break;
-      }
+      case Step::Kind::kOuter:
+      case Step::Kind::kTotal:
+        break;  // in the end all blocks share the work
     }
     for (const Segment& g : share.segments) share.columns += g.units(found_.blocks);
   }
 
   // The columns of a product's target as its readers have them: each unit of a kernel reads the same column of several
-  // pieces of it, as of the gates; or a buffer's as its writers have them.
-  std::vector<Segment> segments_of(int32_t target, bool written) const {
+  // pieces of it, as of the gates.
+  std::vector<Segment> segments_of(int32_t target) const {
     const int32_t width = program_.buffers[target].width;
     std::vector<Segment> found;
     const auto add = [&](int64_t first, int32_t size) {
@@ -135,10 +119,6 @@ class Partitioner {
     };
     kernels([&](const Step& s) {
       for (const Instruction& i : s.code) {
-        if (written) {
-          if (info(i.op).stores && i.buffer == target) add(i.column, s.width);
-          continue;
-        }
         if (i.op == Op::kLoad && i.buffer == target && !i.broadcast) add(i.column, s.width);
         if (i.op != Op::kUses) continue;
         for (const Use& use : program_.tables[i.table]) {

@@ -35,10 +35,8 @@ constexpr int kPasses = 3;
 // One step of a pass.
 struct Share {
   bool runs = false;
-  bool by_rows = false;    // its rows go round the blocks, each of which takes all columns
-  bool of_source = false;  // of the gradient of a matrix: the segments are the source's columns, else the target's;
-                           // of a vector: its elements. The same of all its terms
-  std::vector<Segment> segments;          // else: the columns of a kernel, of a product's target, of a gradient
+  bool by_rows = false;                   // its rows go round the blocks, each of which takes all columns
+  std::vector<Segment> segments;          // else: the columns of a kernel, or of a product's target
   int32_t columns = 0;                    // of a block: of all segments
   std::vector<CrossRead> reads;           // what makes it wait
   std::vector<int32_t> stores, scatters;  // buffers that it writes in its own rows, and in those of later tasks

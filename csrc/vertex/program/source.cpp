@@ -32,16 +32,14 @@ class Writer {
     } else {
       instructions();
     }
-    return {
-        (kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;") +
-            indices() + early_,
-        text_};
+    indices();
+    return {declared_, indices_ + early_, text_};
   }
 
  private:
   void instructions() {
     const std::string many = each_ > 1 ? "[" + std::to_string(each_) + "]" : "";
-    std::string& declared = kernel_.reduces ? text_ : early_;
+    std::string& declared = kernel_.reduces ? text_ : declared_;
     for (int r = 0; r < kernel_.registers; ++r) declared += " T r" + std::to_string(r) + many + ";";
     std::set<int32_t> touched, stored;  // registers and buffers, by what is not early
     bool loop = false;                  // over children, of which what is in it may be
@@ -59,7 +57,7 @@ class Writer {
         std::swap(text_, early_);
         if (known) {
           result_ = "e" + std::to_string(&i - code_.data());
-          text_ += " T " + result_ + ";";
+          declared_ += " T " + result_ + ";";
         }
         instruction(i);
         std::swap(text_, early_);
@@ -89,19 +87,28 @@ class Writer {
 
   // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the
   // other, and in a small frontier nothing else hides them. Most rows have one use at most, which is looked up here.
-  std::string indices() const {
-    std::string text;
-    if (reads_vertex_) text += " const long long vertex = vertices[row];";
+  void indices() {
+    const auto index = [&](const std::string& name, const std::string& value) {
+      declared_ += " long long " + name + ";";
+      indices_ += " " + name + " = " + value + ";";
+    };
+    if (kernel_.edges) {
+      declared_ += " const long long edge = index;";
+      index("row", "edge_parents[edge]");
+    } else {
+      declared_ += " const long long row = index;";
+    }
+    if (reads_vertex_) index("vertex", "vertices[row]");
     for (const int32_t c : gathered_) {
       const std::string n = std::to_string(c);
-      text += " const long long child" + n + " = gather[" + n + " * num_vertices + row];";
+      index("child" + n, "gather[" + n + " * num_vertices + row]");
     }
     if (reads_uses_) {
-      text +=
-          " const int uses = first_use[row], uses_end = first_use[row + 1]; int first_user = 0, first_column = -1;"
+      declared_ += " int uses, uses_end, first_user = 0, first_column = -1;";
+      indices_ +=
+          " uses = first_use[row], uses_end = first_use[row + 1];"
           " if (uses < uses_end) { first_user = users[2 * uses]; first_column = users[2 * uses + 1]; }";
     }
-    return text;
   }
 
   // A loop over the row's uses begins: q is the row that uses it.
@@ -202,8 +209,8 @@ class Writer {
   // Beside a product: that of the first use is asked for before it, and waited for after it.
   void first_use(const Instruction& i) {
     const std::string e = "e" + std::to_string(&i - code_.data()), r = "r" + std::to_string(i.result);
-    early_ += " T " + e + " = T(0); if (uses < uses_end) { const long long q = first_user;" +
-              each_column(i, "first_column", e) + " }";
+    declared_ += " T " + e + " = T(0);";
+    early_ += " if (uses < uses_end) { const long long q = first_user;" + each_column(i, "first_column", e) + " }";
     text_ += " " + r + " = " + e + ";" + each_use("uses + 1") + each_column(i, "column", r) + " }";
   }
 
@@ -303,7 +310,7 @@ class Writer {
   int each_;
   std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
   const Placed placed_;
-  std::string early_, text_;
+  std::string declared_, indices_, early_, text_;
   std::set<int32_t> gathered_;  // columns
   bool reads_vertex_ = false, reads_uses_ = false;
   std::string result_;  // instead of an instruction's register
@@ -313,11 +320,11 @@ class Writer {
 
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves, int each) {
   const Parts parts = Writer(program, kernel, leaves, each).parts();
-  return parts.early + parts.late;
+  return parts.declared + parts.early + parts.late;
 }
 
-Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed) {
-  return Writer(program, kernel, leaves, 1, placed).parts();
+Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each) {
+  return Writer(program, kernel, leaves, each, placed).parts();
 }
 
 int columns_each(const Step& kernel) {

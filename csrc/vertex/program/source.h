@@ -29,11 +29,11 @@ struct Placed {
   std::string is_there;
 };
 
-// The statements of a kernel body that may run before the product, and the others, which see what those declare.
+// What the statements of a kernel body declare, those that may run before the product, and the others.
 struct Parts {
-  std::string early, late;
+  std::string declared, early, late;
 };
-Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed);
+Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each = 1);
 
 // How many columns of a row a thread of a kernel of its own best has: so that it asks memory for several at once, and
 // for indices once.

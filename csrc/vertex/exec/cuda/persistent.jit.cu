@@ -8,7 +8,8 @@
 //   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
 //   WEFT_VERTEX_SUMS      bytes for what a pair's product hands to its kernel
 //   WEFT_VERTEX_STEPS     the instructions that are steps
-//   WEFT_VERTEX_TURN      loads what the backward part of a training step keeps where there is no room for both
+//   WEFT_VERTEX_TURN      loads what a part of a training step keeps where there is no room for that of all parts
+//   WEFT_VERTEX_HEAD_TURN the block that takes the first of the head's gradients
 //
 // Decomposition: one block on each multiprocessor, all resident. Neighbouring blocks are a group, which shares one copy
 // of the weights and has graphs of its own: every block of a group reads all rows of a product, so what the groups read
@@ -72,10 +73,11 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
       });
 }
 
-// The same of at most 8 rows, whose sums stay in `sums`, too.
-template <typename Product, typename E>
+// The same of at most 8 rows, whose sums stay in `sums`, too; between() runs while they are under way.
+template <typename Product, typename E, typename Between>
 __device__ __forceinline__ void few(const BufferArgument& source, const BufferArgument& target, int first, int count,
-                                    int rank, const unsigned char* weights, unsigned char* partials, float* sums) {
+                                    int rank, const unsigned char* weights, unsigned char* partials, float* sums,
+                                    const Between& between) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
@@ -85,7 +87,8 @@ __device__ __forceinline__ void few(const BufferArgument& source, const BufferAr
       [=](int i, int local, int column, float sum) {
         to[i * to_stride + column] = E(sum);
         sums[i * Product::kColumns + local] = float(E(sum));
-      });
+      },
+      between);
 }
 
 template <typename Columns, typename E>
@@ -118,12 +121,13 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
             *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
             *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
-  const int group = blockIdx.x / kBlocks, groups = gridDim.x / kBlocks, rank = blockIdx.x % kBlocks;
+  const int group = blockIdx.x / kBlocks, rank = blockIdx.x % kBlocks;
   unsigned* const arrived = a.arrived + (1 + group) * kCounterApart;
   const ScriptInstruction* const script = a.script + group * a.apart;
 #ifdef WEFT_VERTEX_UPDATES
   float counted = 0.0f;
   bool refused = false;
+  look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
 #endif
   WEFT_VERTEX_WEIGHTS
   for (int at = 0;; ++at) {
@@ -146,19 +150,16 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
 #ifdef WEFT_VERTEX_UPDATES
     const auto &outputs = buffers.of[WEFT_VERTEX_OUTPUT], &output_grads = buffers.of[WEFT_VERTEX_OUTPUT_GRAD];
     if (instruction.op == ScriptInstruction::kLoss) {
-      look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
-      loss(training, outputs, output_grads, blockIdx.x, gridDim.x, counted, refused,
-           reinterpret_cast<float*>(partials));
+      loss(training, outputs, output_grads, counted, refused, reinterpret_cast<float*>(partials));
       continue;
     }
-    if (instruction.op == ScriptInstruction::kLossOfHead) {
-      loss_of_head(training, output_grads, rank, kBlocks, group, groups);
+    if (instruction.op == ScriptInstruction::kTurn) {
       WEFT_VERTEX_TURN
       continue;
     }
     if (instruction.op == ScriptInstruction::kUpdateHead) {
-      update_head(training, outputs, blockIdx.x, gridDim.x, counted, refused, updates.of[kUpdates - 2],
-                  updates.of[kUpdates - 1]);
+      update_head<WEFT_VERTEX_HEAD_TURN>(training, outputs, counted, refused, updates.of[kUpdates - 2],
+                                         updates.of[kUpdates - 1], reinterpret_cast<float*>(partials));
       continue;
     }
 #endif

@@ -15,6 +15,12 @@ struct PersistentArguments {
   int apart;
 };
 
+// Of the gradient of a matrix: a unit of work is a tile of so many columns and rows of it, in so many bytes of shared
+// memory.
+constexpr int kOuterTile = 64, kOuterShared = 72 << 10;
+// The same of sums over rows: so many columns.
+constexpr int kSumColumns = 8;
+
 // What becomes of a parameter by its gradient; of one that has none, or gets none, nothing.
 struct UpdateArgument {
   enum Kind : int { kNone, kSgd, kAdam };
