@@ -55,6 +55,8 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
+  // Sets `count` bytes of the device's memory, in the order of what is run. May be called before `begin`.
+  virtual void fill(void* first, int byte, size_t count) = 0;
   // Before the first step, when all memory is there.
   virtual void begin(const Memory& memory) = 0;
   // Whether the device has one kernel for the last tasks of a pass.

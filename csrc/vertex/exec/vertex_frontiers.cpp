@@ -7,10 +7,15 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
+#include <span>
+#include <utility>
 
 #include "common/check.h"
+#include "common/integers.h"
 #include "common/tensor.h"
 #include "vertex/exec/aten_executor.h"
+#include "vertex/exec/expected.h"
 #include "vertex/exec/script.h"
 
 namespace weft::vertex {
@@ -154,34 +159,67 @@ struct Run {
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
     return b.zeros || !together || (b.scattered && !full) ? kZero : kAnything;
   }
-  at::Tensor make(size_t buffer) const {
+  int64_t bytes(size_t buffer) const {
+    const Buffer& b = program.buffers[buffer];
+    return rows(b) * b.width * static_cast<int64_t>(element_size(b.dtype));
+  }
+  using Fill = std::function<void(void* first, int byte, size_t count)>;
+  static constexpr int byte_of(Filled filled) { return filled == kMissing ? 0xff : 0; }
+
+  // A buffer that somebody outside keeps.
+  void make(size_t buffer, const Fill& fill) {
     const Buffer& b = program.buffers[buffer];
     at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
-    switch (filled(buffer)) {
-      case kZero:
-        return made.zero_();
-      case kMissing:
-        made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
-        return made;
-      case kAnything:
-        return made;
+    const Filled how = filled(buffer);
+    if (how != kAnything && made.numel() > 0) {
+      fill(made.data_ptr(), byte_of(how), made.nbytes());
+      if (how == kMissing) missing.emplace_back(made.data_ptr(), made.nbytes());
     }
-    return made;
+    put(buffer, std::move(made));
   }
 
-  // What products would have waited for are zeros again.
-  void unpublish() const {
-    if (published == nullptr) return;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if ((*published)[i] && tensors[i].defined()) tensors[i].zero_();
+  // Buffers that nobody outside gets, in one allocation with `others` bytes behind them, where the pointer is: what is
+  // filled in the same way is filled together.
+  struct Own {
+    size_t buffer;
+    Filled filled;
+    std::optional<size_t> like;  // the number of another of them, whose memory it shares
+  };
+  std::pair<at::Tensor, char*> make_own(std::span<const Own> own, int64_t others, const Fill& fill) {
+    constexpr int64_t kAligned = 128;
+    std::array<int64_t, 3> sizes{};
+    std::vector<int64_t> first(own.size());
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (own[i].like) continue;
+      first[i] = sizes[own[i].filled];
+      sizes[own[i].filled] += ceil_div(bytes(own[i].buffer), kAligned) * kAligned;
     }
+    const std::array<int64_t, 3> begin = {0, sizes[kZero], sizes[kZero] + sizes[kMissing]};
+    const int64_t end = begin[kAnything] + sizes[kAnything];
+    at::Tensor all = at::empty({end + others}, at::TensorOptions().dtype(at::kByte).device(device));
+    auto* const data = static_cast<char*>(all.data_ptr());
+    for (const Filled filled : {kZero, kMissing}) {
+      if (sizes[filled] == 0) continue;
+      fill(data + begin[filled], byte_of(filled), static_cast<size_t>(sizes[filled]));
+      if (filled == kMissing) missing.emplace_back(data + begin[filled], static_cast<size_t>(sizes[filled]));
+    }
+    for (size_t i = 0; i < own.size(); ++i) {
+      const size_t where = own[i].like.value_or(i);
+      const bool empty = bytes(own[i].buffer) == 0;
+      put(own[i].buffer, empty ? nullptr : data + begin[own[where].filled] + first[where],
+          program.buffers[own[i].buffer].width);
+    }
+    return {std::move(all), data + end};
   }
 
-  Memory memory() const {
+  Memory memory(const Fill& fill) const {
     Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
     m.most_blocks = scripts.most_blocks;
     m.groups = scripts.groups;
-    m.unpublish = [this] { unpublish(); };
+    // What products would have waited for are zeros again.
+    m.unpublish = [this, fill] {
+      for (const auto& [first, count] : missing) fill(first, 0, count);
+    };
     for (size_t pass = 0; pass < kPasses; ++pass) {
       if (scripts.of[pass].empty()) continue;
       const auto at = reinterpret_cast<const int32_t*>(scripts.of[pass].data()) - numbers.data();
@@ -191,23 +229,15 @@ struct Run {
     return m;
   }
 
-  // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
-  // products that do not fill the device.
+  // The number of the first of the last tasks that are small.
   size_t tail(const std::vector<Step>& steps) const {
-    constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
-    int64_t most = program.doubles ? 32 : 1024, weights = 0;
-    for (const Step& s : steps) {
-      if (s.kind != Step::Kind::kProduct || s.when != Step::When::kFrontiers) continue;
-      const int64_t inner = program.buffers[s.source].width, columns = program.buffers[s.target].width;
-      weights = std::max(weights, inner * columns);
-      if (inner % 4 != 0 || columns % 4 != 0) most = 32;
-    }
+    const TailLimit limit = tail_limit(program, steps);
     const std::span<const Task> tasks = extent.tasks;
     size_t first = tasks.size();
     for (; first > 0; --first) {
       const Task& task = tasks[first - 1];
       const int64_t rows = std::max(task.count, task.num_edges);
-      if (task.level == 0 || rows > most || rows * weights > kMultiplyAdds) break;
+      if (task.level == 0 || !in_tail(limit, rows)) break;
     }
     return first + 2 < tasks.size() ? first : tasks.size();
   }
@@ -234,7 +264,12 @@ struct Run {
   Scripts scripts;
   const std::vector<char>* published = nullptr;  // buffers whose values are waited for: each is missing at first
   std::vector<Matrix> matrix_places, matrix_gradients, vector_gradients;
+  std::vector<std::pair<void*, size_t>> missing;  // memory of what is waited for
 };
+
+Run::Fill filler(Executor& executor) {
+  return [&executor](void* first, int byte, size_t count) { executor.fill(first, byte, count); };
+}
 
 // That the program computes the gradients that are asked for.
 void check_numbers(const std::vector<int32_t>& computed, at::IntArrayRef wanted, const char* name) {
@@ -252,6 +287,9 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
   TORCH_CHECK_VALUE(sizes == planned, kOp, ": the schedule has ", at::IntArrayRef(planned),
                     " vertices, vertices with children and edges, expected ", at::IntArrayRef(sizes));
   const auto& buffers = r.program.buffers;
+  const std::vector<int32_t> results = r.program.results();
+  const Run::Fill fill = filler(executor);
+  std::vector<Run::Own> own;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
     if (b.backward || b.space == Space::kOutputGrad) continue;
@@ -259,13 +297,16 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
       r.put(i, r.given(operands.inputs, b, "input"));
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(operands.vectors, b, "vector"));
+    } else if (std::find(results.begin(), results.end(), static_cast<int32_t>(i)) != results.end()) {
+      r.make(i, fill);
     } else {
-      r.put(i, r.make(i));
+      own.push_back({i, r.filled(i), {}});
     }
   }
+  const auto kept = r.make_own(own, 0, fill);
   std::vector<at::Tensor> made;
-  for (const int32_t i : r.program.results()) made.push_back(r.tensors[i]);
-  const Memory memory = r.memory();
+  for (const int32_t i : results) made.push_back(r.tensors[i]);
+  const Memory memory = r.memory(fill);
   executor.begin(memory);
   const size_t tail = r.first_of_tail(r.program.forward, memory, executor, /*backward=*/false);
   executor.run(forward_pass(r.program, e, tail), e.tasks, /*backward=*/false);
@@ -282,6 +323,8 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   check_numbers(p.gradients.matrices, of_matrices, "matrices");
   check_numbers(p.gradients.vectors, of_vectors, "vectors");
   std::map<int64_t, at::Tensor> input_grads, matrix_grads, vector_grads;
+  const Run::Fill fill = filler(executor);
+  std::vector<Run::Own> own;
   size_t next = 0;
   for (size_t i = 0; i < p.buffers.size(); ++i) {
     const Buffer& b = p.buffers[i];
@@ -299,15 +342,18 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else if (b.space == Space::kOutputGrad) {
       r.put(i, r.given(grads, b, "gradient"));
-    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
+    } else if (b.space == Space::kInputGrad) {
       // Columns that nothing depends on are written by nobody.
       const std::array<int64_t, 2> shape = {r.rows(b), b.width};
       r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
-      if (b.space == Space::kInputGrad) input_grads[b.index] = r.tensors[i];
+      input_grads[b.index] = r.tensors[i];
+    } else if (b.space == Space::kLayerGrad) {
+      own.push_back({i, b.written ? Run::kAnything : Run::kZero, {}});
     } else if (b.backward) {
-      r.put(i, r.make(i));
+      own.push_back({i, r.filled(i), {}});
     }
   }
+  const auto kept = r.make_own(own, 0, fill);
   for (const Step& s : p.backward) {
     if (s.kind == Step::Kind::kOuter && std::binary_search(of_matrices.begin(), of_matrices.end(), s.matrix)) {
       at::Tensor& found = matrix_grads[s.matrix];
@@ -331,7 +377,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.vector_gradients[s.vector] = Run::place(found, registers);
     }
   }
-  const Memory memory = r.memory();
+  const Memory memory = r.memory(fill);
   executor.begin(memory);
   const size_t tail = r.first_of_tail(p.backward, memory, executor, /*backward=*/true);
   executor.run(backward_pass(p, e, tail, overlap, {of_inputs, of_matrices, of_vectors}), e.tasks, /*backward=*/true);
@@ -355,14 +401,7 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
   TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
                     "_training: the schedule has no script of a training step");
   const auto& buffers = r.program.buffers;
-  // All that a step makes is one allocation: what is filled in the same way is filled together.
-  std::array<int64_t, 3> floats{};
-  struct Made {
-    size_t buffer;
-    Run::Filled filled;
-    int64_t first, width;
-  };
-  std::vector<Made> made;
+  std::vector<Run::Own> own;
   std::map<std::pair<Space, int32_t>, size_t> callers;  // functions that push the same, or read its gradient, share it
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
@@ -384,28 +423,15 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
     if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
       filled = b.written ? Run::kAnything : Run::kZero;
     }
+    std::optional<size_t> like;
     if (b.space == Space::kOutput || b.space == Space::kOutputGrad) {
-      const auto [known, first] = callers.try_emplace({b.space, b.index}, made.size());
-      if (!first) {
-        made.push_back({i, made[known->second].filled, made[known->second].first, b.width});
-        continue;
-      }
+      const auto [known, first] = callers.try_emplace({b.space, b.index}, own.size());
+      if (!first) like = known->second;
     }
-    made.push_back({i, filled, floats[filled], b.width});
-    floats[filled] += (r.rows(b) * b.width + 31) / 32 * 32;
+    own.push_back({i, filled, like});
   }
-  const std::array<int64_t, 3> begin = {0, floats[Run::kZero], floats[Run::kZero] + floats[Run::kMissing]};
-  const int64_t own = begin[Run::kAnything] + floats[Run::kAnything];
-  const at::Tensor all = at::empty({own + others}, r.options(DType::f32));
-  auto* const data = static_cast<float*>(all.data_ptr());
-  for (const auto& [filled, byte] : {std::pair(Run::kZero, 0), std::pair(Run::kMissing, 0xff)}) {
-    if (floats[filled] > 0) fill(data + begin[filled], byte, static_cast<size_t>(floats[filled]) * sizeof(float));
-  }
-  for (const Made& m : made) {
-    const bool empty = r.rows(buffers[m.buffer]) * m.width == 0;
-    r.put(m.buffer, empty ? nullptr : data + begin[m.filled] + m.first, m.width);
-  }
-  launch(r.memory(), data + own);
+  const auto [all, behind] = r.make_own(own, others * static_cast<int64_t>(sizeof(float)), fill);
+  launch(r.memory(fill), reinterpret_cast<float*>(behind));
 }
 
 }  // namespace weft::vertex

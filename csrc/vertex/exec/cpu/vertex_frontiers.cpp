@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "vertex/exec/aten_executor.h"
 #include "vertex/exec/cpu/kernel.h"
@@ -16,6 +17,8 @@ namespace {
 class CpuExecutor final : public AtenExecutor {
  public:
   CpuExecutor() : AtenExecutor(at::kCPU) {}
+
+  void fill(void* first, int byte, size_t count) override { std::memset(first, byte, count); }
 
   void begin(const Memory& memory) override {
     AtenExecutor::begin(memory);

@@ -11,7 +11,7 @@
 namespace weft::vertex {
 
 Counters zeroed_counters(int count) {
-  constexpr int kAtOnce = 8192;
+  constexpr int kAtOnce = 1 << 16;
   struct Pool {
     at::Tensor zeros;
     int used = 0;

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "common/device.h"
-#include "jit/jit.h"
 #include "jit/too_many_blocks.h"
 #include "vertex/exec/persistent_source.h"
 #include "vertex/program/partition.h"
@@ -16,7 +15,16 @@ namespace {
 
 constexpr const char* kSource = "vertex/exec/cuda/persistent.jit.cu";
 
+std::atomic<int64_t> refused{0};
+
 }  // namespace
+
+jit::Request persistent_request(const Program& program, Pass pass, int32_t most_blocks, bool tf32, int32_t matrices,
+                                int32_t vectors, const LossForm& form) {
+  const Partition& part = partition_of(program, pass, most_blocks);
+  PersistentSource source = persistent_source(program, part, tf32, matrices, vectors, form);
+  return {kSource, std::move(source.defines), device_limits().compute_capability};
+}
 
 const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int32_t most_blocks, bool tf32,
                                           int32_t matrices, int32_t vectors, const LossForm& form) {
@@ -33,9 +41,13 @@ const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int
     const auto shared = static_cast<unsigned>(source.shared_bytes);
     const int at_once = made.max_active_blocks_per_sm(dim3(kPersistentThreads), shared) * made.sm_count();
     const int groups = device_limits().cooperative_launch ? at_once / part.blocks : 0;
-    known = std::make_shared<PersistentKernel>(PersistentKernel{&made, part.blocks, shared, groups});
+    known = std::shared_ptr<PersistentKernel>(new PersistentKernel{&made, part.blocks, shared, groups});
   }
   return *static_cast<PersistentKernel*>(known.get());
+}
+
+int64_t refused_launches() {
+  return refused;
 }
 
 FrontierArguments arguments_of(const Arrays& a) {
@@ -70,6 +82,8 @@ bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pas
                           kernel.shared_bytes, 0,
                           /*cooperative=*/true, stream, arguments);
   } catch (const jit::TooManyBlocks&) {  // as where processes share a device
+    kernel.most_groups = memory.groups - 1;
+    ++refused;
     return false;
   }
   return true;

@@ -55,6 +55,10 @@ class CudaExecutor final : public AtenExecutor {
  public:
   explicit CudaExecutor(at::Device device) : AtenExecutor(device) {}
 
+  void fill(void* first, int byte, size_t count) override {
+    cuda_check(cudaMemsetAsync(first, byte, count, at::cuda::getCurrentCUDAStream()), "cudaMemsetAsync");
+  }
+
   void begin(const Memory& memory) override {
     AtenExecutor::begin(memory);
     program_ = &memory.program;
