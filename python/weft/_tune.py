@@ -50,9 +50,11 @@ def tune(*args, **kwargs):
       the same kind and sizes on this device, for lengths and batches in the same interval between powers of two, in the
       same dtype, with or without TF32, packed or not, with or without gradients. It is kept in ``tune.json``.
     - ``tune(cell, graphs, inputs=None)``: the executors of a :class:`weft.VertexFunction` or
-      :class:`weft.VertexFunctions`. The result holds for cells with the same program on this device, for numbers of
-      graphs, vertices, edges and levels in the same intervals, with or without TF32 and gradients, under the same
-      :func:`weft.vertex.options`. It is kept in ``tune_vertex.json``.
+      :class:`weft.VertexFunctions`, as a call runs by itself and, of the device alone, as in a CUDA graph; and how
+      persistent kernels group their blocks, also those of a :class:`weft.vertex.Trainer`. The result holds for cells
+      with the same program on this device, for numbers of graphs, vertices, edges and levels in the same intervals,
+      with or without TF32 and gradients, under the same :func:`weft.vertex.options`. It is kept in
+      ``tune_vertex.json``.
     - ``tune(layer, input, hx=None)`` of a :class:`~weft.nn.ParaGRU` or :class:`~weft.nn.ParaLSTM`, and
       ``tune(weft.scan.pointwise_scan, step, init, inputs, parameters=())``: one piece of time or many. The result holds
       for calls with the same step on this device, for lengths and numbers of channels in the same intervals, in the

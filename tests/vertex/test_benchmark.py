@@ -191,7 +191,7 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
 def test_the_persistent_table(trees, sentences):
     entries = [*persistent.persistent_table(trees, sentences)]
     nets_of = [entry for entry in entries if entry.metrics == ("forward_backward", "step")]
-    assert len(nets_of) == 6 * 8 - 2 + 4 and len({entry.name for entry in entries}) == len(entries)
+    assert len(nets_of) == 6 * 8 - 2 + 4 + 1 and len({entry.name for entry in entries}) == len(entries)
     few = [*persistent.persistent_table(None, None)]
     assert {parse_case(entry.name)["model"] for entry in few} == {"treelstm", "chainlstm", "own"}
 

@@ -12,12 +12,13 @@ import torch
 import weft
 from torch import nn
 from weft import _C
+from weft._vertex import calls, tune, tuned
 from weft._vertex.calls import prepare
 from weft._vertex.runtime import persistent
 from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
-from tests.common import relative_error
+from tests.common import relative_error, tune_afresh
 from tests.vertex.cells import Messages, Twice, typed
 from tests.vertex.naive import random_dag, random_tree
 from tests.vertex.test_source import MODELS, check_written_kernels
@@ -174,12 +175,16 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
     tree = [[], [], [0, 1], [], [2, 3], [], [4, 5]]
     compiled, _ = compiled_of(cell, weft.Graphs.from_children([tree[:3]]), x)
     device = torch.device("cuda", 0)
+    monkeypatch.setattr(_C, "refused_launches", lambda: 0, raising=False)
+    monkeypatch.setattr(persistent, "_compile", lambda *_: None)
+    monkeypatch.setattr(persistent, "_resident_groups", lambda compiled, device, form, which: which.groups)
     known = persistent.geometries(compiled, device)
     assert [g.groups for g in known] == [1, 2, 4, 8]
     assert persistent.geometries(compiled, device, (2, 1, True, True, 5))[-1].groups == 8
     for count, groups in ((1, 1), (2, 1), (512, 8)):
         assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * count), device).groups == groups
     monkeypatch.setattr(persistent, "_GAIN", float("inf"))
+    persistent._geometries[compiled.program] = {}
     assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * 512), device) == known[0]
 
 
@@ -350,6 +355,60 @@ def test_captured():
     graph.replay()
     for a, b in zip(found, run(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("count", [1, 40])
+def test_auto_runs_what_explain_says_by_itself_and_in_a_graph(count):
+    """The same in every call, whose bits are those of the executor that is named."""
+    torch.manual_seed(0)
+    cell, graphs = models.TreeLSTM(8, 64).cuda(), trees(random.Random(1), count).to("cuda")
+    x, grad = (torch.randn(graphs.num_vertices, width, device="cuda") for width in (8, 64))
+
+    def run(executor="auto"):
+        y = cell(graphs, x, executor=executor)
+        return [y.detach(), *torch.autograd.grad(y, [*cell.parameters()], grad)]
+
+    def scripted():
+        return calls.compiled_of(cell).script is not None
+
+    want = {executor: run(executor) for executor in ("persistent", "batched")}
+    for _ in range(3):
+        found = run()
+        said = weft.explain(cell, graphs, x)
+        assert scripted() == (said.executor == "persistent") and "us by the host or the device" in said.reason
+        assert all(torch.equal(a, b) for a, b in zip(found, want[said.executor], strict=True))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        said = weft.explain(cell, graphs, x)
+        found = run()
+        assert scripted() == (said.executor == "persistent") and "us in a CUDA graph" in said.reason
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, want[said.executor], strict=True))
+
+
+@pytest.mark.cuda
+def test_tune_finds_how_the_blocks_are_grouped(monkeypatch, tmp_path):
+    tune_afresh(monkeypatch, tmp_path, tune)
+    cell, graphs = models.TreeLSTM(8, 64).cuda(), trees(random.Random(1), 40).to("cuda")
+    x = torch.randn(graphs.num_vertices, 8, device="cuda")
+    before = cell(graphs, x, executor="persistent")
+    found = weft.tune(cell, graphs, x)
+    assert "weft.tune measured" in found.reason
+    compiled = prepare(cell, graphs, x, "batched").compiled
+    parts = {tuned.name_of(g.parts) for g in persistent.geometries(compiled, x.device)}
+    alone = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, True)]
+    assert alone.microseconds.keys() == parts | {"batched"} and len(parts) > 1
+    best = min(parts, key=alone.microseconds.__getitem__)
+    assert persistent.geometry(compiled, graphs, x.device).parts == tuned.parts_of(best)
+    called = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, False)]
+    assert called.microseconds.keys() == {best, "batched", "reference"}
+    assert found.executor == (called.fastest if called.fastest != best else "persistent")
+    torch.testing.assert_close(cell(graphs, x, executor="persistent"), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cuda

@@ -14,7 +14,13 @@
 #include <utility>
 #include <vector>
 
+#ifdef WEFT_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "common/device.h"
+#endif
 #include "common/tensor.h"
+#include "vertex/exec/expected.h"
 #include "vertex/exec/persistent_source.h"
 #include "vertex/exec/script.h"
 #include "vertex/graph/schedule.h"
@@ -142,6 +148,35 @@ std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(c
   return {part.blocks, found};
 }
 
+// What calls of a program are expected to take; the program lives as long.
+struct ExpectedOfProgram {
+  ProgramPointer program;
+  Expected expected;
+};
+
+ExpectedOfProgram expected_of(const torch::jit::Object& object,
+                              const std::vector<std::tuple<int32_t, double, double>>& geometries, double level,
+                              double gain, const BatchedAmounts& batched, std::array<double, 3> host) {
+  TORCH_CHECK_VALUE(!geometries.empty(), "Expected: there is no geometry");
+  ProgramPointer program = program_of(object);
+  std::vector<GroupCosts> costs;
+  for (const auto& [groups, forward, backward] : geometries) costs.push_back({groups, forward, backward});
+  Expected expected(program->program, std::move(costs), level, gain, batched, {host[0], host[1], host[2]});
+  return {std::move(program), std::move(expected)};
+}
+
+// Whether the current stream of a device captures a CUDA graph.
+bool captures([[maybe_unused]] int device) {
+#ifdef WEFT_WITH_CUDA
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  cuda_check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+#else
+  return false;
+#endif
+}
+
 LossForm loss_form(bool cross_entropy, bool head, int32_t classes) {
   return {cross_entropy, head, classes};
 }
@@ -161,6 +196,25 @@ std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(cons
 }  // namespace
 
 void bind_persistent(py::module_& vertex) {
+  py::class_<ExpectedOfProgram>(vertex, "Expected", "What calls of a program are expected to take, in microseconds.")
+      .def(py::init(torch::wrap_pybind_function(&expected_of)), py::arg("program"), py::arg("geometries"),
+           py::arg("level"), py::arg("gain"), py::arg("batched"), py::arg("host"))
+      .def("geometry", [](const ExpectedOfProgram& e, const Graphs& graphs) { return e.expected.geometry(graphs); })
+      .def("persistent", [](const ExpectedOfProgram& e, const Graphs& graphs, size_t geometry, bool trains,
+                            bool captured) { return e.expected.persistent_us(graphs, geometry, trains, captured); })
+      .def("batched", [](const ExpectedOfProgram& e, const Graphs& graphs, bool trains, bool captured) {
+        return e.expected.batched_us(graphs, trains, captured);
+      });
+  vertex.def(
+      "batched_amounts",
+      torch::wrap_pybind_function([](const torch::jit::Object& program, const Graphs& graphs, bool trains) {
+        return batched_amounts(program_of(program)->program, graphs.level_sizes(), trains);
+      }),
+      py::arg("program"), py::arg("graphs"), py::arg("trains"),
+      "Of the batched executor's frontiers: passes, meetings of all blocks, giga-multiply-adds beside them, launches, "
+      "giga-multiply-adds of products that are launched.");
+  vertex.def("captures", torch::wrap_pybind_function(&captures), py::arg("device"),
+             "Whether the current stream of a device captures a CUDA graph.");
   vertex.def(
       "scripted", torch::wrap_pybind_function(&scripted), py::arg("schedule"), py::arg("program"),
       py::arg("most_blocks"), py::arg("training"), py::arg("pin"),

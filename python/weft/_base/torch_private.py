@@ -29,6 +29,7 @@ __all__ = [
     "autograd_inside_an_op",
     "below_autocast",
     "constant_when_compiled",
+    "device_sleep",
     "differentiated_by_transform",
     "fake_tensors",
     "foreach_add_",
@@ -68,6 +69,9 @@ in_torchscript_trace = torch._C._is_tracing
 
 in_transform = torch._C._are_functorch_transforms_active
 """Whether a torch.func transform is active."""
+
+device_sleep = torch.cuda._sleep
+"""Lets the current stream wait so many cycles of the GPU's clock."""
 
 fp32_precision = torch._C._get_fp32_precision_getter
 """(backend, operator) -> "ieee", "tf32", ... or "none", whichever of torch's settings says so."""

@@ -95,8 +95,11 @@ class Call:
         return programs[0] if len(programs) == 1 else Programs(programs)
 
 
-def prepare(module: nn.Module, graphs: object, inputs: object, executor: object) -> Call:
-    """Check a call, trace what is new in it, and choose the executor. Nothing is computed."""
+def prepare(module: nn.Module, graphs: object, inputs: object, executor: object, parts: int | None = None) -> Call:
+    """Check a call, trace what is new in it, and choose the executor. Nothing is computed.
+
+    Persistent kernels whose groups have these parts of the processors, not those that are chosen, serve measurements.
+    """
     name = type(module).__name__
     if executor not in EXECUTORS:
         raise ValueError(f"{name}: executor must be one of {', '.join(map(repr, EXECUTORS))}, got {executor!r}")
@@ -147,15 +150,17 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         return tuned.look_up(compiled.functions, trains, graphs)
 
     def fastest(graphs: Graphs) -> str:
-        return "persistent" if persistent.is_faster(compiled, graphs, device) else "batched"
+        entry = measured(graphs)
+        if entry is not None:
+            return "persistent" if tuned.parts_of(entry.fastest) else entry.fastest
+        return "persistent" if persistent.is_faster(compiled, graphs, device, trains) else "batched"
 
     reason, chosen, why = "compiled", "batched", None
-    if executor == "auto" and (entry := measured(graphs)) is not None:
-        reason, chosen = str(entry), entry.fastest
+    if executor == "auto":
+        entry, expected = measured(graphs), persistent.expectation(compiled, graphs, device, trains)
+        reason, chosen = str(entry or "; ".join(filter(None, (reason, expected)))), fastest(graphs)
         if chosen == "reference":
             return Call(called, "reference", executor, reason, by_reference)
-    elif executor == "auto":
-        chosen = fastest(graphs)
     elif executor == "persistent":
         chosen = executor
     if chosen == "persistent" and (why := persistent.obstacle(compiled, device)) is not None:
@@ -166,7 +171,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
     def used_schedule(graphs: Graphs) -> Schedule:
         plan = functools.partial(schedule, graphs)
         if chosen == "persistent":
-            return persistent.scripted(compiled, graphs, plan, device)
+            return persistent.scripted(compiled, graphs, plan, device, parts)
         plain = plan()
         used(plain, send_alone)
         return plain
@@ -191,8 +196,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
 
         def again(graphs: Graphs, asked: str) -> bool:
             if asked == "auto":
-                entry = measured(graphs)
-                wanted = fastest(graphs) if entry is None else entry.fastest
+                wanted = fastest(graphs)
                 if wanted != chosen and not (wanted == "persistent" and why is not None):
                     return False
             return fits(graphs, kinds, types)

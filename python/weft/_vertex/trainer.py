@@ -257,6 +257,8 @@ class Trainer:
     def _loop(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> None:
         trained = parts.trained
         classes, bad, known = 0, None, None
+        if call.device.type == "cuda":
+            _load(call.device)
         with self._own_gradients(call, parts), self._same_buffers() as buffers:
             y = self._scores(call, graphs)
             self._check_targets(y.shape, y.dtype, targets)
@@ -283,7 +285,7 @@ class Trainer:
             if known is not None:
                 if not known.there():  # the device shall decide
                     kept = _Kept(self.optimizer, buffers)
-                elif known.value():
+                elif known.values()[0]:
                     raise self._not_a_class(classes)
             versions = [p._version for p in trained]
             self.optimizer.step()
@@ -426,6 +428,7 @@ class Trainer:
             raise
         if launched is None:
             self._updates.undo(begun)
+            parts.obstacle = "the blocks of a persistent kernel are not all resident"
             return False
         self._updates.finish(changes, self._refused)
         self.optimizer._opt_called = True  # for the schedulers, which warn where they come first
@@ -435,12 +438,8 @@ class Trainer:
             launched.event.synchronize()
             undo()
         self._settle()
-        self._pending = _Pending(
-            _Sent.under_way(launched.numbers[0], launched.event),
-            _Sent.under_way(launched.numbers[1], launched.event),
-            classes,
-            undo,
-        )
+        both = _Sent.under_way(launched.numbers, launched.event)
+        self._pending = _Pending(both, both, classes, undo)
         return True
 
     def _explain(self, graphs: Graphs, inputs: object) -> TrainerExplanation:
@@ -459,7 +458,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        loss = pending.loss.value()
+        loss = pending.loss.values()[0]
         if pending.was_refused():
             pending.undo()
             if self._refused is not None:
@@ -487,10 +486,10 @@ class _Parts:
 
 
 class _Sent:
-    """A number under way from a device to the host."""
+    """Numbers under way from a device to the host: one, or a loss and whether the step was refused."""
 
     def __init__(self, device: torch.device, x: Tensor):
-        self._x, self._event = x, None
+        self._x, self._event, self._found = x, None, None
         if device.type == "cuda":
             self._x = x.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
@@ -499,17 +498,19 @@ class _Sent:
     @staticmethod
     def under_way(x: Tensor, event: torch.cuda.Event) -> _Sent:
         sent = object.__new__(_Sent)
-        sent._x, sent._event = x, event
+        sent._x, sent._event, sent._found = x, event, None
         return sent
 
     def there(self) -> bool:
         return self._event is None or self._event.query()
 
-    def value(self) -> float:
-        """The number, as soon as it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._x.item()
+    def values(self) -> tuple[float, ...]:
+        """The numbers, as soon as they are there."""
+        if self._found is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._found = tuple(self._x.view(-1).tolist())  # others come to where these are
+        return self._found
 
 
 @dataclass
@@ -524,7 +525,7 @@ class _Pending:
 
     def was_refused(self) -> bool:
         """Waits for the device."""
-        return self.refused is not None and bool(self.refused.value())
+        return self.refused is not None and bool(self.refused.values()[-1])
 
 
 class _Kept:
@@ -603,6 +604,15 @@ def explain_trainer(
         What the step refuses of `graphs`, `inputs` and the optimizer.
     """
     return trainer._explain(graphs, inputs)
+
+
+@functools.cache
+def _load(device: torch.device) -> None:
+    """Kernels that a step runs only where the device is late. The first launch of one may wait for the device."""
+    flag, x = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    bad = (flag != 0).any()
+    torch.where(bad, x, x, out=x)
+    torch.maximum(flag, bad, out=flag)
 
 
 def _same(x: Tensor) -> Tensor:

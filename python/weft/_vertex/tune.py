@@ -1,4 +1,4 @@
-"""``weft.tune`` of a vertex function: measure which executor is the fastest for a batch, and remember it."""
+"""``weft.tune`` of a vertex function: measure executors and geometries on a batch, and remember the fastest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from .._base.stopwatch import by_turns, microseconds, steady
+from .._base.stopwatch import by_turns, device_microseconds, microseconds, steady
 from .._base.torch_private import in_forward_mode, in_transform
 from . import tuned
-from .calls import EXECUTORS, Call, prepare
+from .calls import Call, prepare
 from .explain import Explanation, explain
 from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
+from .runtime import persistent
 from .runtime.resident import captures
 
 __all__ = ["tune"]
@@ -36,21 +37,60 @@ def tune(
     if graphs.num_vertices:
         # Leaves of their own, so that no gradient goes further than the inputs.
         own = {name: x.detach().requires_grad_(x.requires_grad) for name, x in call.ready.rows.items()}
-        calls = {name: prepare(cell, graphs, own, name) for name in EXECUTORS if name != "auto"}
-        makers = {
-            name: functools.partial(_stopwatch, c, own) for name, c in calls.items() if c.executor == name
-        }  # the others run as one of these
+        calls = _calls(cell, graphs, own)
+        fast = {name: c for name, c in calls.items() if name != "reference"}
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            runs_of = by_turns(makers)
-        times = steady(runs_of, _SPREAD, stacklevel=4)
-        if times is not None:
-            entry = tuned.Entry(min(times, key=times.__getitem__), times)
-            tuned.MEASURED.remember(tuned.key(call.functions, call.ready.trains, graphs), entry)
+            if device.type == "cuda" and len(fast) > 1:
+                # What a CUDA graph of the call takes, which also says how persistent kernels are best grouped.
+                alone = _measure({name: functools.partial(_device_stopwatch, c, own) for name, c in fast.items()})
+                _remember(call, graphs, alone, captured=True)
+                if alone is not None:
+                    grouped = {name: us for name, us in alone.items() if tuned.parts_of(name)}
+                    slower = grouped.keys() - {min(grouped, key=grouped.__getitem__, default=None)}
+                    calls = {name: c for name, c in calls.items() if name not in slower}
+            times = _measure({name: functools.partial(_stopwatch, c, own) for name, c in calls.items()})
+            _remember(call, graphs, times, captured=False)
     return explain(cell, graphs, inputs)
+
+
+def _calls(cell: VertexFunction | VertexFunctions, graphs: Graphs, inputs: Mapping[str, Tensor]) -> dict[str, Call]:
+    """What can run, by the names of tuned.MEASURED; the others run as one of these."""
+    found = {}
+    for executor in ("persistent", "batched", "reference"):
+        call = prepare(cell, graphs, inputs, executor)
+        if call.executor != executor:
+            continue
+        if executor != "persistent":
+            found[executor] = call
+            continue
+        for geometry in persistent.geometries(call.compiled, call.ready.device):
+            found[tuned.name_of(geometry.parts)] = prepare(cell, graphs, inputs, executor, geometry.parts)
+    return found
+
+
+def _measure(makers: Mapping[str, Callable[[], Callable[[], float]]]) -> dict[str, float] | None:
+    return steady(by_turns(makers), _SPREAD, stacklevel=5)
+
+
+def _remember(call: Call, graphs: Graphs, times: dict[str, float] | None, captured: bool) -> None:
+    if times is not None:
+        entry = tuned.Entry(min(times, key=times.__getitem__), times)
+        tuned.MEASURED.remember(tuned.key(call.functions, call.ready.trains, graphs, captured), entry)
 
 
 def _stopwatch(call: Call, inputs: Mapping[str, Tensor]) -> Callable[[], float]:
     """What runs a call once, backward where anything asks for a gradient, and returns the microseconds."""
+    run = _once(call, inputs)
+    return lambda: microseconds(run, call.ready.device)
+
+
+def _device_stopwatch(call: Call, inputs: Mapping[str, Tensor]) -> Callable[[], float]:
+    """The same, of the device alone."""
+    run = _once(call, inputs)
+    return lambda: device_microseconds(run, call.ready.device)
+
+
+def _once(call: Call, inputs: Mapping[str, Tensor]) -> Callable[[], None]:
     wanted = [t for t in (*inputs.values(), *call.ready.tensors.values()) if t.requires_grad]
     outgoing: list[Tensor] = []
 
@@ -62,4 +102,4 @@ def _stopwatch(call: Call, inputs: Mapping[str, Tensor]) -> Callable[[], float]:
             outgoing.extend(map(torch.ones_like, results))
         torch.autograd.grad(results, wanted, outgoing, allow_unused=True)
 
-    return lambda: microseconds(run, call.ready.device)
+    return run

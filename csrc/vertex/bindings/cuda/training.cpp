@@ -222,15 +222,28 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   return Launched(turn.event, turn.numbers);
 }
 
-// Of a compiled kernel: blocks, registers of a thread, bytes of shared memory, whether all blocks are resident.
-std::tuple<int, int, int64_t, bool> kernel_shape(const torch::jit::Object& object, int64_t pass, int32_t most_blocks,
-                                                 int32_t matrices, int32_t vectors, bool cross_entropy, bool head,
-                                                 int32_t classes) {
+// Of a compiled kernel: blocks, registers of a thread, bytes of shared memory, how many groups are resident at once.
+std::tuple<int, int, int64_t, int> kernel_shape(const torch::jit::Object& object, int64_t pass, int32_t most_blocks,
+                                                int32_t matrices, int32_t vectors, bool cross_entropy, bool head,
+                                                int32_t classes) {
   const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
   const PersistentKernel& kernel =
       persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(), matrices, vectors,
                         {cross_entropy, head, classes});
-  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups > 0};
+  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups.load()};
+}
+
+// All of these kernels, each of a pass in groups of at most so many blocks, as many at a time as there are processors.
+void compile_kernels(const torch::jit::Object& object, const std::vector<std::pair<int64_t, int32_t>>& kernels,
+                     int32_t matrices, int32_t vectors, bool cross_entropy, bool head, int32_t classes) {
+  const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
+  std::vector<jit::Request> requests;
+  for (const auto& [pass, most_blocks] : kernels) {
+    requests.push_back(persistent_request(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(),
+                                          matrices, vectors, {cross_entropy, head, classes}));
+  }
+  const py::gil_scoped_release released;
+  jit::cubins(requests);
 }
 
 }  // namespace
@@ -247,10 +260,17 @@ void bind_training(py::module_& vertex) {
              py::arg("weight"), py::arg("bias"), py::arg("cross_entropy"), py::arg("classes"), py::arg("roots"),
              py::arg("targets"), py::arg("ignore_index"), py::arg("updates"), py::arg("refused"),
              "Launches a training step; nothing where its blocks are not resident.");
-  vertex.def("persistent_shape", torch::wrap_pybind_function(&kernel_shape), py::arg("program"), py::arg("pass_"),
-             py::arg("most_blocks"), py::arg("matrices"), py::arg("vectors") = 0, py::arg("cross_entropy") = true,
+  vertex.def(
+      "persistent_shape", torch::wrap_pybind_function(&kernel_shape), py::arg("program"), py::arg("pass_"),
+      py::arg("most_blocks"), py::arg("matrices"), py::arg("vectors") = 0, py::arg("cross_entropy") = true,
+      py::arg("head") = false, py::arg("classes") = 0,
+      "Of a kernel, which is compiled: blocks, registers of a thread, bytes of shared memory, and how many groups "
+      "are resident at once.");
+  vertex.def("refused_launches", &refused_launches, "How many persistent kernels were refused a launch.");
+  vertex.def("compile_persistent", torch::wrap_pybind_function(&compile_kernels), py::arg("program"),
+             py::arg("kernels"), py::arg("matrices"), py::arg("vectors") = 0, py::arg("cross_entropy") = true,
              py::arg("head") = false, py::arg("classes") = 0,
-             "Blocks, registers of a thread, bytes of shared memory and residency of a kernel, which is compiled.");
+             "Compiles kernels, each a pass and the most blocks of a group, at the same time.");
 }
 
 }  // namespace weft::vertex

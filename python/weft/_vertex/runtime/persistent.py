@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from ..._base import costs as gpu_costs
+from ..._base.torch_private import fp32_precision
 from ..._C import vertex as _C
+from .. import tuned
 from ..compiler.steps import Product
 from ..graphs import Graphs
 from . import batched
@@ -27,9 +29,12 @@ from .training import Launched, Operands, Request
 __all__ = [
     "Script",
     "Shape",
+    "expectation",
+    "geometries",
     "is_faster",
     "obstacle",
     "operands",
+    "row_amounts",
     "scripted",
     "shape",
     "train",
@@ -61,7 +66,7 @@ class _ByIdentity:
             self._kept.pop(oldest, None)
 
 
-_training_obstacles, _row_costs, _geometries = _ByIdentity(), _ByIdentity(), _ByIdentity()
+_training_obstacles, _row_costs, _geometries, _senders = (_ByIdentity() for _ in range(4))
 
 
 @dataclass(frozen=True)
@@ -101,18 +106,75 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
     why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, matrices)
     if why:
         return why
-    with torch.cuda.device(device):
-        for which in (FORWARD, BACKWARD):
-            if not _C.persistent_shape(compiled.program, which, properties.multi_processor_count, matrices)[3]:
-                return "the blocks of a persistent kernel are not all resident"
-    return None
+    return _not_resident(compiled, device, None)
 
 
-def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -> bool:
-    """Whether persistent kernels are expected to take less time than the batched executor, where they run."""
-    if device.type != "cuda" or compiled.type.state.dtype != torch.float32:
-        return False
-    return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
+def _not_resident(compiled: batched.Batched, device: torch.device, form: tuple | None) -> str | None:
+    if any(_resident_groups(compiled, device, form, g) for g in geometries(compiled, device, form)):
+        return None
+    return "the blocks of a persistent kernel are not all resident"
+
+
+class Geometry(NamedTuple):
+    """How blocks are grouped: each group has one copy of the weights, and graphs of its own."""
+
+    parts: int
+    """Of the processors, each of which a group has at most."""
+    most_blocks: int
+    """Of a group; how many have columns follows from the widths."""
+    groups: int
+    forward: float
+    """Microseconds of a group for up to 8 rows of a frontier."""
+    backward: float
+
+
+_PARTS = (1, 2, 4, 8, 16)
+_GAIN = 1.2
+"""How many times as fast several groups are to be."""
+
+
+class _Known(NamedTuple):
+    """Of a program on a device."""
+
+    geometries: list[Geometry]
+    """Those that fit, of all blocks first. Without those that were found not to be resident."""
+    expected: _C.Expected
+    resident: dict[int, int]
+    """By the parts of those that were found to be resident, how many launches had been refused by then."""
+    compiled: set[int]
+    """The parts of those whose kernels are there."""
+    costed: bool
+    """Whether the GPU's costs tell of executors."""
+
+
+def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool) -> bool:
+    """Whether persistent kernels are expected to take less time than the batched executor, where they run: in a CUDA
+    graph that is captured of the device, else of the host and the device."""
+    times = _expected_us(compiled, graphs, device, trains)
+    return times is not None and times[0] < times[1]
+
+
+def _expected_us(
+    compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool
+) -> tuple[float, float] | None:
+    """Microseconds of persistent kernels and of the batched executor, None where nothing is known."""
+    if device.type != "cuda" or compiled.type.state.dtype != torch.float32 or graphs.num_vertices == 0:
+        return None
+    known = _known(compiled, device, None)
+    if not known.costed:
+        return None
+    core, captured = graphs._core, _C.captures(device.index)
+    chosen = known.expected.geometry(core)
+    return known.expected.persistent(core, chosen, trains, captured), known.expected.batched(core, trains, captured)
+
+
+def expectation(compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool) -> str:
+    """What is expected of both executors, in words; nothing where nothing is known."""
+    times = _expected_us(compiled, graphs, device, trains)
+    if times is None:
+        return ""
+    where = "in a CUDA graph" if _C.captures(device.index) else "by the host or the device"
+    return f"the frontiers are expected to take {times[0]:.3g} us {where}, batched {times[1]:.3g} us"
 
 
 def trains_faster(compiled: batched.Batched, call: Ready) -> bool:
@@ -139,37 +201,53 @@ def _multiply_adds(compiled: batched.Batched) -> float:
     return found
 
 
-class Geometry(NamedTuple):
-    """How blocks are grouped: each group has one copy of the weights, and graphs of its own."""
-
-    most_blocks: int
-    """Of a group; how many have columns follows from the widths."""
-    groups: int
-    row: float
-    """Microseconds of a group for up to 8 rows of a frontier, in all passes."""
-
-
-_GAIN = 1.2
-"""How many times as fast several groups are to be."""
-
-
 def geometries(compiled: batched.Batched, device: torch.device, form: tuple | None = None) -> list[Geometry]:
     """Those that fit on the device, of all blocks first; of a training step with what the kernel is made for."""
+    return _known(compiled, device, form).geometries
+
+
+def _known(compiled: batched.Batched, device: torch.device, form: tuple | None) -> _Known:
     known = _geometries.get(compiled.program)
     if known is None:
         known = _geometries[compiled.program] = {}
-    if (device, form) not in known:
-        known[device, form] = _all_geometries(compiled, device, form)
-    return known[device, form]
+    key = device, form, fp32_precision("cuda", "matmul")
+    found = known.get(key)
+    if found is None:
+        found = known[key] = _found(compiled, device, _all_geometries(compiled, device, form))
+        if form is not None:  # before a training begins: none of them is to be compiled in the middle of it
+            _compile(compiled, device, form, found.geometries)
+    return found
+
+
+def _found(compiled: batched.Batched, device: torch.device, all_of_them: list[Geometry]) -> _Known:
+    tables = gpu_costs.of(device.index).tables
+    # Where costs do not say what groups gain, there is one.
+    level = _number(device, "level") if "vertex.persistent" in tables else 0.0
+    costed = {"vertex.persistent", "vertex.batched", "vertex.host"} <= tables.keys()
+    batched_costs, host_costs = _costs_of_batched(device) if costed else ([0.0] * 5, [0.0] * 3)
+    rows = [(g.groups, g.forward, g.backward) for g in all_of_them]
+    expected = _C.Expected(compiled.program, rows, level, _GAIN, batched_costs, host_costs)
+    return _Known(all_of_them, expected, {}, set(), costed)
+
+
+def _costs_of_batched(device: torch.device) -> tuple[list[float], list[float]]:
+    """Of the batched executor: microseconds of a pass, of a meeting of all blocks, of 10^9 multiply-adds beside it, of
+    a launch, and of 10^9 multiply-adds of a large product. Of the host: of a call and its backward pass, of a launch,
+    and of a task of a script."""
+    number = gpu_costs.of(device.index).number
+    tf32 = fp32_precision("cuda", "matmul") == "tf32"
+    faster = number("products", "tf32_teraflop") / number("products", "float_teraflop") if tf32 else 1.0
+    of_batched = [number("vertex.batched", name) for name in ("pass", "meeting", "tail", "launch", "product")]
+    of_batched[-1] *= faster
+    return of_batched, [number("vertex.host", name) for name in ("call", "launch", "task")]
 
 
 def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple | None) -> list[Geometry]:
     processors, limit = _processors(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     passes = (TRAINING,) if form else (FORWARD, BACKWARD)
-    found = []
-    # Where costs do not say what groups gain, there is one.
+    found: list[Geometry] = []
     costs = gpu_costs.of(device.index).tables.get("vertex.persistent")
-    for parts in (1, 2, 4, 8, 16) if costs else (1,):
+    for parts in _PARTS if costs else (1,):
         most = processors // parts
         blocks = max(_C.partition(compiled.program, which, most)[0] for which in passes)
         groups = processors // blocks
@@ -181,7 +259,8 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
             why = _C.persistent_obstacle(compiled.program, most, limit, len(compiled.plan.given.matrices))
         if found and why:
             break
-        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks, device) if costs else 0.0))
+        rows = _row_us(compiled, blocks, device) if costs else (0.0, 0.0)
+        found.append(Geometry(parts, most, groups if found else 1, *rows))
     return found
 
 
@@ -192,46 +271,113 @@ def _number(device: torch.device, name: str) -> float:
     return gpu_costs.of(device.index).number("vertex.persistent", name)
 
 
-def _row_us(compiled: batched.Batched, blocks: int, device: torch.device) -> float:
-    """Of products with 8 rows: multiplications of tensor cores, rows from L2, and what it takes to begin."""
-    number = functools.partial(_number, device)
-    frontiers, total = compiled.plan.frontiers, 0.0
-    for step in (*frontiers.forward, *frontiers.backward):
-        if not isinstance(step, Product) or step.when != "frontiers":
-            continue
-        source, columns = frontiers.buffers[step.source], frontiers.buffers[step.target].width
-        size, terms = (4, 3) if source.dtype == "float32" else (2, 1)
-        multiplications = -(-source.width // 16) * -(-columns // (16 * blocks)) * 2 * terms
-        total += number("product") + multiplications * number("multiplication")
-        total += 8e-3 * source.width * size * number("kilobyte")
-    return total
+def _row_us(compiled: batched.Batched, blocks: int, device: torch.device) -> tuple[float, float]:
+    """Of products with 8 rows, forward and backward: multiplications of tensor cores, rows from L2, and what it takes
+    to begin."""
+    amounts = row_amounts(compiled, blocks)
+    forward, backward = (sum(n * _number(device, name) for name, n in amount.items()) for amount in amounts)
+    return forward, backward
+
+
+def row_amounts(compiled: batched.Batched, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
+    """How often a group of so many blocks pays each of the costs for up to 8 rows of a frontier, forward and
+    backward."""
+    frontiers = compiled.plan.frontiers
+    tf32 = fp32_precision("cuda", "matmul") == "tf32"
+
+    def of(steps: Sequence[object]) -> dict[str, float]:
+        found = {"product": 0.0, "multiplication": 0.0, "kilobyte": 0.0}
+        for step in steps:
+            if not isinstance(step, Product) or step.when != "frontiers":
+                continue
+            source, columns = frontiers.buffers[step.source], frontiers.buffers[step.target].width
+            single = source.dtype == "float32"
+            tiles = -(-source.width // 16) * -(-columns // (16 * blocks))
+            found["product"] += 1
+            found["multiplication"] += tiles * 2 * (3 if single and not tf32 else 1)
+            found["kilobyte"] += 8e-3 * source.width * (4 if single else 2)
+        return found
+
+    return of(frontiers.forward), of(frontiers.backward)
 
 
 def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, form: tuple | None = None) -> Geometry:
-    """What a call on these graphs takes, by sizes alone: several groups where they are expected to gain enough."""
-    known = geometries(compiled, device, form)
-    if len(known) == 1:
-        return known[0]
-    inner, levels = graphs.num_edges / max(1, graphs.num_slots), graphs.num_levels
-    level = _number(device, "level")
+    """What a call on these graphs takes: what weft.tune found for their sizes, else by the sizes alone several groups
+    where they are expected to gain enough; of those whose blocks are all resident."""
+    while True:
+        known = _known(compiled, device, form)
+        parts = tuned.parts(compiled.functions, bool(compiled.plan.backward), graphs)
+        chosen = next((g for g in known.geometries if g.parts == parts), None)
+        if chosen is None:
+            chosen = known.geometries[known.expected.geometry(graphs._core)]
+        refused = _C.refused_launches()
+        if known.resident.get(chosen.parts) == refused:
+            return chosen
+        if _resident_groups(compiled, device, form, chosen) >= chosen.groups:
+            known.resident[chosen.parts] = refused
+        elif not _fewer(compiled, device, form, chosen):
+            return chosen
 
-    def cost(g: Geometry) -> float:
-        # A few graphs do not fill the groups evenly.
-        most = g.groups if graphs.num_graphs >= 4 * g.groups else 0.4 + 0.6 * min(g.groups, graphs.num_graphs)
-        return levels * (2 * level + g.row) + inner / (8 * most) * g.row
 
-    best = min(known, key=cost)
-    return best if cost(best) * _GAIN < cost(known[0]) else known[0]
+def geometry_of(compiled: batched.Batched, device: torch.device, parts: int) -> Geometry:
+    """That of a call which is to have so many parts, one of :func:`geometries`."""
+    return next(g for g in geometries(compiled, device) if g.parts == parts)
+
+
+def _fewer(compiled: batched.Batched, device: torch.device, form: tuple | None, refused: Geometry) -> bool:
+    """Without a geometry, or its groups, that are not resident. Whether any is left."""
+    groups = min(_resident_groups(compiled, device, form, refused), refused.groups - 1)
+    known = _known(compiled, device, form)
+    fewer = (g._replace(groups=groups) if g.parts == refused.parts else g for g in known.geometries)
+    left = [g for g in fewer if g.groups > 0]
+    if left:
+        key = device, form, fp32_precision("cuda", "matmul")
+        _geometries.get(compiled.program)[key] = _found(compiled, device, left)
+    return bool(left)
+
+
+def _resident_groups(compiled: batched.Batched, device: torch.device, form: tuple | None, which: Geometry) -> int:
+    """How many groups of blocks are resident at once; compiles their kernels."""
+    known = _known(compiled, device, form)
+    if form is None and which.parts not in known.compiled:
+        _compile(compiled, device, None, [which])
+        known.compiled.add(which.parts)
+    passes, given = ((TRAINING,), form) if form else ((FORWARD, BACKWARD), (len(compiled.plan.given.matrices),))
+    with torch.cuda.device(device):
+        return min(_C.persistent_shape(compiled.program, p, which.most_blocks, *given)[3] for p in passes)
+
+
+def _compile(compiled: batched.Batched, device: torch.device, form: tuple | None, which: Sequence[Geometry]) -> None:
+    """Their kernels, as many at a time as there are processors."""
+    passes, given = ((TRAINING,), form) if form else ((FORWARD, BACKWARD), (len(compiled.plan.given.matrices),))
+    with torch.cuda.device(device):
+        _C.compile_persistent(compiled.program, [(p, g.most_blocks) for g in which for p in passes], *given)
 
 
 def scripted(
-    compiled: batched.Batched, graphs: Graphs, schedule: Callable[[int], Schedule], device: torch.device
+    compiled: batched.Batched,
+    graphs: Graphs,
+    schedule: Callable[[int], Schedule],
+    device: torch.device,
+    parts: int | None = None,
 ) -> Scripted:
-    """The schedule of so many groups with the scripts of both passes, as the next graphs' goes to the device, too."""
-    chosen = geometry(compiled, graphs, device)
+    """The schedule of so many groups with the scripts of both passes, as the next graphs' goes to the device, too.
+    Those of :func:`geometry`, or of so many parts."""
+    chosen = geometry(compiled, graphs, device) if parts is None else geometry_of(compiled, device, parts)
     found = schedule(chosen.groups)
-    used(found, functools.partial(_send, weakref.ref(compiled), device))
+    used(found, _sender(_send, compiled, device))
     return found.scripted(compiled.program, chosen.most_blocks)
+
+
+def _sender(send: Callable[..., None], compiled: batched.Batched, device: torch.device, *form: tuple) -> Callable:
+    """`send` of these: the same each time, which is what :func:`used` looks at."""
+    known = _senders.get(compiled.program)
+    if known is None:
+        known = _senders[compiled.program] = {}
+    key = send, device, form
+    if key not in known:
+        known[key] = functools.partial(send, weakref.ref(compiled), device, *form)
+    return known[key]
 
 
 def _send(
@@ -332,9 +478,7 @@ def _training_obstacle(
     why = _C.training_obstacle(compiled.program, most, limit, *form)
     if why:
         return why
-    with torch.cuda.device(call.device):
-        shape = _C.persistent_shape(compiled.program, TRAINING, most, *form)
-    return None if shape[3] else "the blocks of a persistent kernel are not all resident"
+    return _not_resident(compiled, call.device, form)
 
 
 def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
@@ -374,18 +518,16 @@ def _plan(
 
 
 def train(call: Ready, request: Request) -> Launched | None:
-    """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
-    longer all resident, as where processes share a device: then nothing was done."""
+    """Launch forward, loss, backward and updates on the current stream; nothing waits. Where the blocks are no longer
+    all resident, as where processes share a device, in other groups; None where those are not either: then nothing was
+    done."""
     compiled, names, matrices, vectors, numbers, _ = request.operands
     classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
     form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
-    chosen = geometry(compiled, call.graphs, call.device, form)
-    schedule = call.schedule(chosen.groups)
-    used(schedule, functools.partial(_plan, weakref.ref(compiled), call.device, form))
     given = [None if name is None else call.rows[name].detach() for name in names]
     if None in names:
         with torch.no_grad():
-            given = batched.made_before(compiled, schedule.sizes[0], call.rows)
+            given = batched.made_before(compiled, call.graphs.num_vertices, call.rows)
     inputs = []
     for x in given:
         x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
@@ -395,9 +537,17 @@ def train(call: Ready, request: Request) -> Launched | None:
         for u in request.updates
     ]
     roots = None if request.roots is None else request.roots._core
-    launched = _C.train(
-        request.turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
-        request.bias, request.loss == "cross_entropy", classes, roots, request.targets, request.ignore_index,
-        updates, request.refused,
-    )  # fmt: skip
-    return None if launched is None else Launched(launched.numbers, launched)
+    while True:
+        chosen = geometry(compiled, call.graphs, call.device, form)
+        schedule = call.schedule(chosen.groups)
+        launched = _C.train(
+            request.turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors,
+            request.weight, request.bias, request.loss == "cross_entropy", classes, roots, request.targets,
+            request.ignore_index, updates, request.refused,
+        )  # fmt: skip
+        if launched is not None:
+            used(schedule, _sender(_plan, compiled, call.device, form))
+            return Launched(launched.numbers, launched)
+        if not _fewer(compiled, call.device, form, chosen):
+            _training_obstacles[compiled.program] = None
+            return None

@@ -28,11 +28,8 @@ def _outside() -> Iterator[None]:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether the current stream of `device` captures; torch says so of the current device's alone."""
-    if torch.cuda.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+    """Whether the current stream of a CUDA device captures; torch says so of the current device's alone."""
+    return _C.captures(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Waited:

@@ -191,6 +191,10 @@ def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], N
     """Graphs that go to a device are going to be prepared for the functions of this schedule, by `send`, which gets
     what plans them for so many groups, too."""
     key = _key(*schedule.kinds)
+    latest = _recent.get(key)
+    if latest is not None and latest[2] is send and next(reversed(_recent)) == key:
+        latest[3] = 0
+        return
     _recent.pop(key, None)
     _recent[key] = [*schedule.kinds, send, 0]
     for oldest in [*_recent][:-_MOST_RECENT]:

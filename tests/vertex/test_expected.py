@@ -1,0 +1,184 @@
+"""What calls are expected to take, and which executor and geometry follow from it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import weft
+from weft import _C
+from weft._base import costs as gpu_costs
+from weft._vertex import tune, tuned
+from weft._vertex.calls import prepare
+from weft._vertex.runtime import persistent
+from weft.vertex import models
+
+from tests.common import tune_afresh
+from tests.vertex.cells import rows
+
+_C = _C.vertex
+LEVEL, GAIN = 1.5, 1.2
+H = 16
+
+
+def compiled_of(cell, graphs):
+    x = torch.randn(graphs.num_vertices, cell.W.in_features, dtype=cell.W.weight.dtype, requires_grad=True)
+    return prepare(cell, graphs, x, "batched").compiled
+
+
+def chain(length):
+    return weft.Graphs.chain([length])
+
+
+def expected(compiled, geometries, batched=(0.0, 1.0, 0.0, 0.0, 0.0), host=(0.0, 0.0, 0.0)):
+    return _C.Expected(compiled.program, geometries, LEVEL, GAIN, list(batched), list(host))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_small_last_frontiers_are_one_kernel_and_the_others_launches(trains):
+    cell, small = models.ChainLSTM(8, H), chain(6)
+    compiled = compiled_of(cell, small)
+    passes = [compiled.plan.frontiers.forward] + ([compiled.plan.frontiers.backward] if trains else [])
+    steps = sum(s.when == "frontiers" for one in passes for s in one if hasattr(s, "when"))
+    calls, meetings, tail, launches, products = _C.batched_amounts(compiled.program, small._core, trains)
+    assert calls == len(passes)
+    # Five levels above the first; the last kernel of a pass is a launch, too.
+    assert meetings == 5 * steps and len(passes) < launches <= len(passes) + steps
+    assert tail == pytest.approx(1e-9 * 5 * len(passes) * H * 4 * H) and products == 0
+
+    wide = weft.Graphs.chain([3] * 2000)  # no frontier is small
+    _, meetings, tail, launches, products = _C.batched_amounts(compiled.program, wide._core, trains)
+    assert meetings == 0 and tail == 0 and 2 * steps <= launches <= 3 * steps
+    assert products == pytest.approx(1e-9 * 2 * 2000 * len(passes) * H * 4 * H)
+
+
+def test_one_group_unless_several_gain_enough():
+    one = chain(4)
+    compiled = compiled_of(models.ChainLSTM(8, H), one)
+    both = expected(compiled, [(1, 1.0, 1.0), (8, 2.0, 2.0)])
+    assert both.geometry(one._core) == 0  # slower by itself
+    assert both.geometry(weft.Graphs.chain([4] * 512)._core) == 1
+    equal = expected(compiled, [(1, 1.0, 1.0), (2, 1.0, 1.0)])
+    few = weft.Graphs.chain([100] * 2)  # filled for 0.4 + 0.6 * 2 groups
+    assert equal.geometry(few._core) == 0
+    with pytest.raises(ValueError, match="no geometry"):
+        expected(compiled, [])
+
+
+def test_captured_the_device_counts_and_else_the_longer_of_both():
+    graphs = chain(5)
+    compiled = compiled_of(models.ChainLSTM(8, H), graphs)
+    us = expected(compiled, [(1, 0.5, 0.25)], host=(100.0, 10.0, 1.0))
+    rows_of_8 = 5 + 4 / 8
+    for trains, passes, row in ((False, 1, 0.5), (True, 2, 0.75)):
+        device = 5 * passes * LEVEL + rows_of_8 * row
+        assert us.persistent(graphs._core, 0, trains, True) == pytest.approx(device)
+        assert us.persistent(graphs._core, 0, trains, False) == pytest.approx(100 + 20 * passes + 5 * passes)
+        _, meetings, _, launches, _ = _C.batched_amounts(compiled.program, graphs._core, trains)
+        assert us.batched(graphs._core, trains, True) == meetings
+        assert us.batched(graphs._core, trains, False) == pytest.approx(100 + 10 * launches)
+    slow = expected(compiled, [(1, 100.0, 100.0)], host=(100.0, 10.0, 1.0))
+    assert slow.persistent(graphs._core, 0, True, False) == slow.persistent(graphs._core, 0, True, True) > 1000
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU that is not there, of 132 processors, on which all blocks are resident."""
+    monkeypatch.setattr(persistent, "_processors", lambda device: 132)
+    limit = types.SimpleNamespace(shared_memory_per_block_optin=232448, major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limit)
+    monkeypatch.setattr(gpu_costs, "of", lambda index: gpu_costs.reference())
+    monkeypatch.setattr(persistent, "_compile", lambda *_: None)
+    monkeypatch.setattr(persistent, "_resident_groups", lambda compiled, device, form, which: which.groups)
+    monkeypatch.setattr(persistent._C, "refused_launches", lambda: 0, raising=False)
+    return torch.device("cuda", 0)
+
+
+TREE = [[], [], [0, 1], [], [2, 3], [], [4, 5]]
+
+
+def trees(count):
+    return weft.Graphs.from_children([TREE] * count)
+
+
+def test_auto_takes_what_is_expected_to_be_faster(device, monkeypatch):
+    captured = []
+    monkeypatch.setattr(persistent._C, "captures", lambda index: bool(captured))
+    compiled = compiled_of(models.TreeLSTM(256, 256), trees(1))
+    known = persistent._known(compiled, device, None)
+    for asked, in_graph in ((1, False), (25, False), (1, True), (25, True)):
+        captured[:] = [1] * in_graph
+        graphs = trees(asked)
+        core = graphs._core
+        own = known.expected.persistent(core, known.expected.geometry(core), True, in_graph)
+        other = known.expected.batched(core, True, in_graph)
+        assert persistent.is_faster(compiled, graphs, device, True) == (own < other)
+        words = persistent.expectation(compiled, graphs, device, True)
+        assert f"{own:.3g} us" in words and f"{other:.3g} us" in words and ("CUDA graph" in words) == in_graph
+    assert not persistent.is_faster(compiled, trees(1), torch.device("cpu"), True)
+    assert persistent.expectation(compiled, trees(1), torch.device("cpu"), True) == ""
+    half = compiled_of(models.TreeLSTM(8, H).bfloat16(), trees(1))
+    assert not persistent.is_faster(half, trees(1), device, True)
+
+
+def test_what_was_measured_groups_the_blocks(device, monkeypatch, tmp_path):
+    tune_afresh(monkeypatch, tmp_path, tune)
+    one, many = trees(1), trees(512)
+    compiled = compiled_of(models.TreeLSTM(256, 256), one)
+    parts = [g.parts for g in persistent.geometries(compiled, device)]
+    assert parts == [1, 2, 4, 8] and persistent.geometry(compiled, one, device).parts == 1
+    times = {tuned.name_of(p): 10.0 - p for p in parts} | {"batched": 1.0}
+    tuned.MEASURED.remember(tuned.key(compiled.functions, True, one, True), tuned.Entry("batched", times))
+    assert persistent.geometry(compiled, one, device).parts == 8
+    assert persistent.geometry(compiled, one, device, (2, 1, True, True, 5)).parts == 1  # a step has no such geometry
+    tuned.MEASURED.remember(tuned.key(compiled.functions, True, many, True), tuned.Entry("batched", {"batched": 1.0}))
+    assert persistent.geometry(compiled, many, device).parts == 8  # expected
+
+
+def test_geometries_that_are_not_resident_are_left_out(device, monkeypatch):
+    room = {1: 1, 2: 2, 4: 4, 8: 8}
+    monkeypatch.setattr(persistent, "_resident_groups", lambda compiled, device, form, which: room[which.parts])
+    refused = [0]
+    monkeypatch.setattr(persistent._C, "refused_launches", lambda: refused[0])
+    graphs = trees(512)
+    compiled = compiled_of(models.TreeLSTM(256, 256), graphs)
+    assert persistent.geometry(compiled, graphs, device).groups == 8
+    room[8] = 3  # as the driver says after a launch that was refused
+    refused[0] += 1
+    found = persistent.geometry(compiled, graphs, device)
+    assert found.groups <= room[found.parts] and (8, 8) not in {
+        (g.parts, g.groups) for g in persistent.geometries(compiled, device)
+    }
+    room.update(dict.fromkeys(room, 0))
+    refused[0] += 1
+    persistent.geometry(compiled, graphs, device)
+    assert persistent._not_resident(compiled, device, None) == "the blocks of a persistent kernel are not all resident"
+
+
+def test_a_refused_launch_is_tried_with_fewer_groups(device, monkeypatch):
+    """Nothing has been written before it."""
+    graphs, cell = trees(512), models.TreeLSTM(256, 256)
+    x = rows(graphs, 256)
+    call = prepare(cell, graphs, x, "batched").ready._replace(device=device)
+    operands = persistent.operands(call.compiled, call, None)
+    room, refused, asked = {1: 1, 2: 2, 4: 4, 8: 8}, [0], []
+    monkeypatch.setattr(persistent, "_resident_groups", lambda compiled, device, form, which: room[which.parts])
+    monkeypatch.setattr(persistent._C, "refused_launches", lambda: refused[0])
+
+    def launch(turns, program, schedule, most_blocks, *_):
+        asked.append(most_blocks)
+        if most_blocks == 132:
+            return types.SimpleNamespace(numbers=torch.zeros(2))
+        room[132 // most_blocks] = 0
+        refused[0] += 1
+        return None
+
+    monkeypatch.setattr(persistent._C, "train", launch, raising=False)
+    request = persistent.Request(operands, None, None, "mse", None, torch.zeros(1), -100, [], torch.zeros(1), None)
+    monkeypatch.setattr(persistent, "used", lambda *_: None)
+    assert persistent.train(call, request) is not None
+    assert asked[0] < 132 and asked[-1] == 132 and len(asked) == len(set(asked))
+    monkeypatch.setattr(persistent._C, "train", lambda *_: None, raising=False)
+    room[1] = 0
+    assert persistent.train(call, request) is None
