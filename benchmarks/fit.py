@@ -1,7 +1,8 @@
 """Writes what Weft's choices know of a GPU: python/weft/costs/<gpu>.json.
 
 ``python -m benchmarks.fit [--minutes 15]`` measures on the GPU at hand and fits: layers by each algorithm into
-results/fit.csv, large products, the stages of the scans, sparse chains, and ways to lay the recurrence out. What it has
+results/fit.csv, large products, the stages of the scans, sparse chains, the vertex engine's executors, and ways to lay
+the recurrence out. What it has
 no time to measure, could not, or does not (linear scans by batched products, the limits of diagonal ones, the launches
 of scans in chunks) stays as it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes
 on with the layers where the first one stopped.
@@ -31,7 +32,7 @@ from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 from weft._rnn.select.costs import Line
 
-from benchmarks import geometries, rnn, sparse_costs, stages
+from benchmarks import executors, geometries, rnn, sparse_costs, stages
 from benchmarks.common import (
     DTYPES,
     RESULTS,
@@ -412,6 +413,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "products": lambda: {"products": measured_products()},
             "scans": lambda: stages.tables_of(stages.measured(0.1 * options.minutes), tables),
             "sparse chains": lambda: sparse_costs.tables(tables),
+            "executors": lambda: executors.tables_of(
+                [*executors.measured(6 * options.minutes)], gpu["multiprocessors"]
+            ),
             "recurrence": lambda: recurrence_tables(0.4 * options.minutes, tables),
         }
         for name, measured in parts.items():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +16,16 @@ from weft import Graphs
 from weft.vertex import models
 
 from benchmarks import nets
-from benchmarks.common import Candidate, Entry, Results, captured, check_agreement, measure, relative_error
+from benchmarks.common import (
+    Candidate,
+    Entry,
+    Results,
+    captured,
+    case_name,
+    check_agreement,
+    measure,
+    relative_error,
+)
 from benchmarks.level_loops import STEPS, LevelLoop, Step, case_of, loop_entry, sample
 from benchmarks.tree_training import device_busy
 
@@ -82,6 +94,52 @@ def net_entry(
         return rows
 
     return Entry(f"{cases['trainer']} {cases['persistent']}", ("forward_backward", "step"), run)
+
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: str) -> Entry:
+    """Geometric means over nets and batch sizes, each step on graphs that were never seen: of the executors that
+    `net_entry` has row by row, in a minute."""
+    case = {
+        e: case_name(model="nets", device=device, dtype="fp32", executor=e) for e in ("persistent", "trainer", "auto")
+    }
+
+    def run(results: Results) -> list[dict[str, str]]:
+        with ThreadPoolExecutor(len(names)) as pool:  # kernels of the nets compile side by side
+            list(pool.map(lambda name: _compile(nets.Training(name, data(name), 1, device)), names))
+        ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for name, B in itertools.product(names, BATCHES):
+            training = functools.partial(nets.Training, name, data(name), B, device)
+            first, candidates = training(), {}
+            for executor in ("persistent", "batched", "auto"):
+                if executor != "persistent" or first.runs_as(executor) == executor:
+                    candidates[executor] = training().gradients_by(executor)
+            if first.runs_as("trainer") == "trainer":
+                candidates |= {"trainer": training().trainer(), "loop": training().by("batched")}
+            in_a_row = {e: Candidate(lambda _, run=run: [run() for _ in range(3)][-1]) for e, run in candidates.items()}
+            times = measure(in_a_row, device, warmup=1, repeats=4, at_most=0.05)
+            times = {e: time / 3 for e, time in times.items()}
+            best = min(times[e] for e in ("persistent", "batched") if e in times)
+            ratios.setdefault(("auto", "best"), []).append((times["auto"], best))
+            for executor, peer in (("persistent", "batched"), ("trainer", "loop")):
+                if executor in times:
+                    ratios.setdefault((executor, "batched"), []).append((times[executor], times[peer]))
+        rows = []
+        for (executor, peer), pairs in ratios.items():
+            own, other = (statistics.geometric_mean(column) for column in zip(*pairs, strict=True))
+            metric = "step" if executor == "trainer" else "forward_backward"
+            rows.append(results.put(f"{case[executor]} cases={len(pairs)}", metric, "ms", own, peer, other))
+        return rows
+
+    return Entry(" ".join(case.values()), ("forward_backward", "step"), run)
+
+
+def _compile(training: nets.Training) -> None:
+    """What the steps of a net are going to run."""
+    for run in (training.gradients_by("persistent"), training.gradients_by("batched"), training.trainer()):
+        run()
 
 
 def level_entry(H: int, device: str) -> Entry:
@@ -197,11 +255,12 @@ def persistent_table(
     if trees:
         for B in (1, 25, 64, 256):
             yield net_entry("treelstm", functools.partial(data, "treelstm"), B, device, loops=True)
-    for name in nets.NETS:
-        if trees if not name.startswith("bilstm") else sentences:
-            for B in (1, 2, 4, 8, 16, 32, 64, 128):
-                if (name, B) != ("treelstm", 1) and (name, B) != ("treelstm", 64):  # which stand above
-                    yield net_entry(name, functools.partial(data, name), B, device)
+    here = [name for name in nets.NETS if (trees if not name.startswith("bilstm") else sentences)]
+    for name, B in itertools.product(here, BATCHES):
+        if (name, B) != ("treelstm", 1) and (name, B) != ("treelstm", 64):  # which stand above
+            yield net_entry(name, functools.partial(data, name), B, device)
+    if here:
+        yield means_entry(data, here, device)
     for name in ("chainlstm", "own"):
         for H in (256, 512):
             for dtype in (torch.float32, torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 
@@ -13,7 +14,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 
-from benchmarks import common, costs_file, fit, fitting, geometries, rnn, sparse_costs, stages
+from benchmarks import common, costs_file, executors, fit, fitting, geometries, nets, rnn, sparse_costs, stages
 
 
 @pytest.fixture
@@ -221,6 +222,9 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sparse_costs, "fit", lambda device: chains)
     layers = {"link": 1.5, "layer": 7.0, "simple": 3.0, "segment": 2.5}
     monkeypatch.setattr(sparse_costs, "fit_layers", lambda: layers)
+    monkeypatch.setattr(executors, "_data", lambda name: _trees())
+    calls = [_call("treelstm", H, B) for H in (16, 32, 64) for B in (1, 4, 16, 64)]
+    monkeypatch.setattr(executors, "measured", lambda seconds: calls)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
     monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
 
@@ -238,6 +242,40 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     } == chains
     assert tables[sparse_costs.LAYERS]["fixed"] == {**layers, "worth": 0.8}
     assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == gpu_costs.reference().tables.keys()
+
+
+def _trees() -> nets.Data:
+    trees = weft.data.listops(64, max_arity=2)
+    graphs = [weft.Graphs.from_children([tree.children]) for tree in trees]
+    return nets.Data(graphs, [torch.tensor(tree.labels) for tree in trees], 10)
+
+
+def _call(name: str, H: int, B: int) -> executors.Timed:
+    """By costs of 2 each, what others do besides 100, the host's 3."""
+    a = executors.amounts.__wrapped__(name, H, B, 1, 66)
+    own, other = (2.0 * sum(amount.values()) for amount in (a.persistent, a.batched))
+    hosts = (3.0 * sum(amount.values()) for amount in (a.host_persistent, a.host_batched))
+    return executors.Timed(name, H, B, 1, own, own + 100, other + 100, *hosts)
+
+
+def test_costs_of_executors_are_fitted_and_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(executors, "_data", lambda name: _trees())
+    executors.amounts.cache_clear()
+    timed = [_call("treelstm", H, B) for H in (16, 32, 64) for B in (1, 4, 16, 64)]
+    tables = dict(executors.tables_of(timed, 66))
+    assert tables.keys() == {"vertex.persistent", "vertex.batched", "vertex.host"}
+    for table, names, count in (("vertex.batched", executors.BATCHED, 12), ("vertex.host", executors.HOST, 24)):
+        numbers = {n: c for kind, values in tables[table].items() if kind != "from" for n, c in values.items()}
+        assert numbers.keys() == {*names} and f"{count} calls" in tables[table]["from"]
+        assert "rms 0" in tables[table]["from"]
+    assert executors.lost(timed, tables, 66) < 0.01
+    assert not dict(executors.tables_of(timed[:3], 66))
+    (tmp_path / "times.jsonl").write_text("".join(f"{json.dumps(t._asdict())}\n" for t in timed))
+    kept = ["--input", str(tmp_path / "times.jsonl"), "--output", str(tmp_path / "again.jsonl"), "--processors", "66"]
+    executors.main(kept)
+    assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "times.jsonl").read_text()
+    assert "the choice loses" in capsys.readouterr().out
+    executors.amounts.cache_clear()
 
 
 def test_geometries_become_tables():
