@@ -56,7 +56,8 @@ bool takes_parameter_kernels(const Layer& l) {
     return false;
   }
   const double products = double(l.weight.numel()) * double(l.grad.numel()) / double(l.weight.size(0));
-  const bool tf32 = l.conv ? at::globalContext().allowTF32CuDNN() : at::globalContext().allowTF32CuBLAS();
+  const at::Float32Op op = l.conv ? at::Float32Op::CONV : at::Float32Op::MATMUL;
+  const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
   return products <= (tf32 ? kMostBesideTF32 : kMostProducts);
 }
 
