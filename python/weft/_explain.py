@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import nn as weft_nn
 from . import offloading, scan, vertex
+from ._rnn.dropin.accelerate import why_left
 from ._rnn.explain import Explanation
 from ._rnn.explain import explain as explain_layer
 from ._scan.explain import SCAN_LAYERS, ScanExplanation, explain_chain, explain_linear_scan, explain_pointwise_scan
@@ -216,13 +217,25 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
             parts.append(PartExplanation(name, kind, "", "", "not called for this input"))
             continue
         args, kwargs = calls[module]
+        if isinstance(module, _TORCHS) and (why := why_left(module)) is not None:
+            given = next(iter((*args, *kwargs.values())), None)
+            parts.append(PartExplanation(name, kind, _shown(given), "itself", f"weft.accelerate leaves it: it {why}"))
+            continue
         found = explain(module, *args, **kwargs)
         if isinstance(found, VertexExplanation):
             parts.append(PartExplanation(name, kind, found.graphs, found.executor, found.reason))
             continue
-        reason = found.reason if getattr(found, "note", None) is None else f"after weft.accelerate: {found.reason}"
+        reason, note = found.reason, getattr(found, "note", None)
+        if note is not None:
+            options = "(model, subclasses=True)" if "subclasses" in note else ""
+            reason = f"after weft.accelerate{options}: {reason}"
         parts.append(PartExplanation(name, kind, found.input, found.algorithm, reason))
     return ModelExplanation(type(model).__name__, tuple(parts))
+
+
+def _shown(given: object) -> str:
+    """An input of a layer that has its own way with it."""
+    return f"{tuple(given.shape)} {given.dtype}".replace("torch.", "") if isinstance(given, Tensor) else ""
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -166,6 +166,8 @@ class _Cell(NotScriptable):
             return super().forward(input, hx)  # type: ignore[misc]
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             wrong = self._wrong(input, hx)
+            if wrong is None and isinstance(input, Tensor) and input.layout is not torch.strided:
+                wrong = TypeError, not_dense("input", input, _STEP)  # of those that torch's cell does not take either
             if wrong is None:
                 raise
             raise type(error)(f"{type(self).__name__}: {wrong[1]}") from None

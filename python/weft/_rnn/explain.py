@@ -13,7 +13,7 @@ from .._base import costs as gpu_costs
 from .calls import Call, prepare
 from .cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
 from .cells import choose as choose_step
-from .dropin.accelerate import swapped
+from .dropin.accelerate import swapped, why_left
 from .layers import GRU, LSTM, RNN, SLSTM
 from .select import choice
 from .select.case import Case
@@ -87,7 +87,8 @@ def explain(
 
     Args:
         layer: one of Weft's recurrent layers or cells, or one of torch's: the answer is then what would run after
-            :func:`weft.accelerate`, and its ``note`` says so.
+            :func:`weft.accelerate`, and its ``note`` says so; of a user's subclass after
+            ``weft.accelerate(model, subclasses=True)``.
         x: the input, as the layer takes it.
         hx: the initial state, as the layer takes it; a cell's makes no difference.
 
@@ -100,13 +101,17 @@ def explain(
         count.
 
     Raises:
-        TypeError: `layer` is not one of Weft's layers or cells, `x` no Tensor and no PackedSequence, or `hx` not of
-        Tensors. Otherwise what the layer itself raises for this input.
+        TypeError: `layer` is none of these, or a subclass that overrides what would run; `x` is no Tensor and no
+        PackedSequence, or `hx` not of Tensors. Otherwise what the layer itself raises for this input.
     """
-    ours = swapped(layer) if isinstance(layer, torch.nn.Module) else None
+    ours = swapped(layer, subclasses=True) if isinstance(layer, torch.nn.Module) else None
     if ours is not None:
         found = explain(ours, x, hx)
-        note = f"weft.accelerate the model first: this {type(layer).__name__} is torch's own, which runs until then"
+        kind = type(layer).__name__
+        plain = swapped(layer) is not None
+        first = "weft.accelerate the model first" if plain else "call weft.accelerate(model, subclasses=True) first"
+        whose = "torch's own" if plain else "a subclass of torch's"
+        note = f"{first}: this {kind} is {whose}, which runs until then"
         return replace(found, layer=repr(layer), note=note)
     if isinstance(layer, (RNNCell, GRUCell, LSTMCell, SLSTMCell)):
         return _explain_cell(layer, x, hx)
@@ -158,6 +163,8 @@ def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
         kind = type(layer).__name__
         if isinstance(layer, torch.nn.Module) and swapped(layer) is not None:
             kind = f"torch.nn.{kind}; weft.accelerate(model) puts Weft's in its place"
+        elif isinstance(layer, torch.nn.Module) and (why := why_left(layer)) is not None:
+            kind = f"{kind}, which weft.accelerate leaves as it is: it {why}"
         raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got {kind}")
     if not isinstance(x, (Tensor, PackedSequence)):
         raise TypeError(f"{function}: x must be a Tensor or a PackedSequence, got {type(x).__name__}")

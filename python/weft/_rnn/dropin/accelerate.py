@@ -16,7 +16,7 @@ from ..layers import GRU, LSTM, RNN, SLSTM
 from ..select import choice
 from . import xlstm_cells
 
-__all__ = ["accelerate", "restore", "swapped"]
+__all__ = ["accelerate", "restore", "swapped", "why_left"]
 
 M = TypeVar("M", bound=Module)
 
@@ -155,15 +155,20 @@ def restore(model: M) -> M:
     return _swap_back(model) if getattr(model, "_accelerated", False) else model
 
 
-def swapped(module: Module, algorithm: str = "auto") -> Module | None:
+def swapped(module: Module, algorithm: str = "auto", *, subclasses: bool = False) -> Module | None:
     """What accelerate would put in the place of one of torch's layers or cells; None for every other module. The
     module stays as it is."""
-    target = _replacement_class(module, subclasses=False)
+    target = _replacement_class(module, subclasses)
     if target is None:
         return None
     layer = _swap(module, target, algorithm)
     _point_hooks(module)
     return layer
+
+
+def why_left(module: Module) -> str | None:
+    """Why accelerate leaves a recurrent layer of torch's as it is, also with subclasses=True; None for every other."""
+    return _obstacle(module, subclasses=True)
 
 
 def _is_wefts(module: Module) -> bool:
