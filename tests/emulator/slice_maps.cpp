@@ -1,5 +1,5 @@
 // The two halves of a slice's scan, csrc/scan/linear/cuda/warp_slice.cuh, blocks one after the other: products, what
-// the slice tells, boundaries and replay. The caller compares. H 8 and 20 alone are compiled.
+// the slice tells, boundaries and replay. The caller compares. H 8 and 20 alone are compiled, of FEW H 20.
 #include "map_products.h"
 #define __shared__ static
 
@@ -40,5 +40,8 @@ extern "C" void run(const LinearScan* scan, int64_t chunks, int64_t length, bool
   weft::copies.clear();
   const WarpPlan plan{chunks, length, columns, true};
   const SliceMaps told{maps, value, message, rows, rows * scan->H * scan->H};
-  scan->H <= 8 ? run_both<8>(*scan, plan, told, state, came) : run_both<20>(*scan, plan, told, state, came);
+#if !FEW
+  if (scan->H <= 8) return run_both<8>(*scan, plan, told, state, came);
+#endif
+  run_both<20>(*scan, plan, told, state, came);
 }

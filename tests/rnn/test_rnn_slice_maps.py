@@ -4,6 +4,7 @@ processor."""
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +18,14 @@ from weft._rnn.halves import slice_chunks
 
 from tests import emulated
 from tests.common import DEVICES
+from tests.slices import BOUND, Slice, assert_close, map_floats
 
 ops = torch.ops.weft
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-BOUND = 3e-5
-"""Beside fp64: products of some hundred steps in split TF32, and sums of them."""
 
 
-class Case(NamedTuple):
-    T: int = 37
-    B: int = 3
-    H: int = 20
-    chunks: int = 4
+@dataclass(frozen=True)
+class Case(Slice):
     arriving: bool = True
     """Whether there is a gradient of the output."""
 
@@ -65,7 +62,7 @@ class Problem(NamedTuple):
 
 def problem(cell: str, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Problem:
     torch.manual_seed(0)
-    T, B, H, _, arriving = case
+    T, B, H, arriving = case.T, case.B, case.H, case.arriving
     lstm, gates, inputs = cell == "lstm", weft._C.rnn.cells[cell]["gates"], 3
     # Gradients that neither vanish nor explode.
     scale = {"rnn_tanh": 1.2, "rnn_relu": 1.3}.get(cell, 1.0) if T < 1000 else 0.8
@@ -94,10 +91,6 @@ def backward(p: Problem, grad_output: Tensor | None, grad_h: Tensor | None, grad
 def of_state(p: Problem, grads: list[Tensor]) -> Tensor:
     """(B, S H)"""
     return torch.cat((grads[1], grads[2]), 2)[0] if p.c0 is not None else grads[1][0]
-
-
-def assert_close(found: Tensor, want: Tensor, bound: float = BOUND) -> None:
-    assert (found.cpu().double() - want.cpu()).norm() <= bound * want.norm()
 
 
 def check_told(case: Case, wide: Problem, value: Tensor, message: Tensor) -> None:
@@ -188,18 +181,11 @@ def test_bad_input() -> None:
         )
 
 
-def floats(cell: str, H: int) -> int:
-    """Of a chunk and row: its map, and the state before it."""
-    states = (8 if H <= 8 else 20) * weft._C.rnn.cells[cell]["states"]
-    row = states if states % 8 == 4 else states + 4
-    return states * row + 3 * states
-
-
 def run_emulated(library: ctypes.CDLL, cell: str, case: Case, seed: int) -> list[Tensor]:
     p, wide = problem(cell, case), problem(cell, case, dtype=torch.float64)
     traits = weft._C.rnn.cells[cell]
     states = traits["states"] * case.H
-    maps = torch.full((case.chunks * case.B * floats(cell, case.H),), torch.nan)
+    maps = torch.full((case.chunks * case.B * map_floats(case.H, traits["states"]),), torch.nan)
     value = torch.full((case.B, states), torch.nan)
     message = torch.full((case.B * states * (states + 1) + 1,), -1, dtype=torch.int32)
     rows = traits["gates"] + (cell == "gru")

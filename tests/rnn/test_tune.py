@@ -15,15 +15,18 @@ from weft._rnn.calls import choose_at_once
 from weft._rnn.select import choice, tuned
 from weft._rnn.select.case import Case
 
-from tests.common import DEVICES, tune_afresh
+from tests.common import DEVICES, tuning_cache
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
+cache = tuning_cache(weft._rnn.select.tune)  # weft.tune is the function
+
+
 @pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
+def _no_choice_remembered(cache):
     choice.forget_choices()
-    yield tune_afresh(monkeypatch, tmp_path, weft._rnn.select.tune)
+    yield
     choice.forget_choices()
 
 
@@ -43,7 +46,7 @@ def clock(monkeypatch):
         measured.append(name)
         return lambda: times[name]
 
-    monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", stopwatch)  # weft.tune is the function
+    monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", stopwatch)
     return times, measured
 
 

@@ -11,15 +11,13 @@ from weft._scan import tune as tuning
 from weft._scan import tuned
 from weft.scan import newton_report, pointwise_scan
 
-from tests.common import DEVICES, relative_error, tune_afresh
+from tests.common import DEVICES, relative_error, tuning_cache
 from tests.scan.pointwise_steps import STEPS, arguments
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    return tune_afresh(monkeypatch, tmp_path, tuning)
+cache = tuning_cache(tuning)
 
 
 @pytest.fixture

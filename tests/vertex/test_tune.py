@@ -13,13 +13,10 @@ from weft._vertex import tune as tuning
 from weft._vertex import tuned
 from weft.vertex import models
 
-from tests.common import tune_afresh
+from tests.common import tuning_cache
 from tests.vertex.cells import BINARY, GRAPHS, cell, devices, rows
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    return tune_afresh(monkeypatch, tmp_path, tuning)
+cache = tuning_cache(tuning)
 
 
 @pytest.fixture
