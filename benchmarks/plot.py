@@ -87,18 +87,24 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: 
 
 
 def readme_rows(results: Results) -> list[tuple[Line, Row]]:
-    """The lines of the README's table with their rows, as far as they were measured."""
-    return [
-        (line, row)
-        for line in README_LINES
-        for row in results.get(line.room, ())
-        if (row["case"], row["metric"], row["peer"]) == (line.case, line.metric, line.peer)
-    ]
+    """The lines of the README's table with their rows, as far as they were measured; of several GPUs' the newest."""
+    found = []
+    for line in README_LINES:
+        wanted = line.case, line.metric, line.peer
+        rows = [r for r in results.get(line.room, ()) if (r["case"], r["metric"], r["peer"]) == wanted]
+        if rows:
+            found.append((line, max(rows, key=lambda row: row["date"])))
+    return found
 
 
 def _cells(line: Line, row: Row) -> list[str]:
     mine, peers = (quantity(significant(float(row[key]), 3), row["unit"]) for key in ("weft", "peer_value"))
     return [line.what, mine, f"{peers}: {line.instead}", ratio_of(row), line.why]
+
+
+def _short(gpu: str) -> str:
+    """H200 for "NVIDIA H200"."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 def readme_block(results: Results) -> str:
@@ -110,9 +116,14 @@ def readme_block(results: Results) -> str:
         parts += [f"![{alt}]({RNN_FIGURE.relative_to(ROOT).as_posix()})", rnn_figures.grid_summary(grid)]
     rows = readme_rows(results)
     if rows:
-        header = ["what you run", "Weft", "instead", "gain", "why"]
-        parts += [_markdown(header, [_cells(*pair) for pair in rows], "lrlrl")]
-        parts += [f"Measured on {' and '.join(by_hardware([row for _, row in rows]))}."]
+        header, lines = ["what you run", "Weft", "instead", "gain", "why"], [_cells(*pair) for pair in rows]
+        machines = by_hardware([row for _, row in rows])
+        if len(machines) == 1:
+            parts += [_markdown(header, lines, "lrlrl"), f"Measured on {next(iter(machines))}."]
+        else:
+            lines = [[what, _short(row["gpu"]), *rest] for (what, *rest), (_, row) in zip(lines, rows, strict=True)]
+            parts += [_markdown([header[0], "on", *header[1:]], lines, "llrlrl")]
+            parts += [f"Each line was measured, beside what it is compared with, on one GPU: {'; '.join(machines)}."]
     return "\n\n".join(parts or [NO_ROWS])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import rnn
 from tests.benchmark_rows import rnn_rows, row
 
@@ -41,6 +43,14 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path):
         line.startswith("| backward pass of a tanh RNN: 20 units") and "| 1.00 ms | 300 ms: torch.nn | 300x |" in line
     )
     assert plot.readme_block({}) == plot.NO_ROWS
+    assert "\nMeasured on GPU, torch" in plot.readme_block({"scan": rows})
+    gru = row("cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", gpu="NVIDIA H100 80GB HBM3", date="2026-01-02")
+    older = gru | {"gpu": "NVIDIA H200", "date": "2026-01-01"}
+    block = plot.readme_block({"scan": rows, "rnn": [gru, older]})
+    mixed = [line for line in block.splitlines() if line.startswith(("|", "Each"))]
+    assert mixed[0].startswith("| what you run | on | Weft |") and mixed[2].startswith("| train a GRU: 512")
+    assert [line.split(" | ")[1] for line in mixed[2:4]] == ["H100", "GPU"] and len(mixed) == 5
+    assert mixed[-1].startswith("Each line was measured") and "NVIDIA H100 80GB HBM3, torch" in mixed[-1]
     readme = f"a\n{plot.BEGIN}\nold\n{plot.END}\nb"
     assert plot.with_block(plot.with_block(readme, "new"), "newer") == f"a\n{plot.BEGIN}\n\nnewer\n\n{plot.END}\nb"
 
@@ -73,8 +83,8 @@ def test_the_figure_of_executors(tmp_path):
     rows += [row(case.format("rvnn", B, "persistent"), mine=1.0, peers=1.5, peer="batched") for B in (1, 2)]
     text = plot.page_block("vertex", {"vertex": rows}, tmp_path)
     assert "/vertex_executors.svg" in text and "vertex_batches" not in text
-    assert 'The persistent executor takes 1.50 times less time than ``"batched"``, the geometric mean of 2' in text
-    assert "The Trainer takes 4.00 times less time" in text and "of 1 nets" in text
+    assert '``"batched"`` takes 1.50 times as long as the persistent executor, the geometric mean of 2' in text
+    assert '``"batched"`` takes 4.00 times as long as the Trainer' in text and "of 1 nets" in text and "on GPU" in text
     drawn = (tmp_path / "vertex_executors.svg").read_text()
     assert all(name in drawn for name in ("Trainer", '"batched"', '"persistent"', '"reference"'))
     assert "image" not in plot.page_block("vertex", {"vertex": rows[-2:]}, tmp_path)
@@ -87,6 +97,7 @@ def test_a_table_holds_any_text():
     assert table == '.. csv-table:: of one\n   :header: "a", "b"\n\n   "says ""x"", twice", ""'
 
 
+@pytest.mark.slow
 def test_pages_are_written_between_their_markers(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 
-from benchmarks.common import parse_case
+from benchmarks.common import of_one_gpu, parse_case
 from benchmarks.figures import (
     NAMES,
     PEER_COLOR,
@@ -87,17 +87,21 @@ def draw_backward(rows: Rows, path: Path) -> None:
     save(figure, path)
 
 
+def diagonal_rows(rows: Rows) -> list[Row]:
+    """Diagonal scans with their gradients on a GPU in fp32."""
+    same = {"layout": "diagonal", "device": "cuda", "dtype": "fp32"}.items()
+    found = (row for row in rows if row["metric"] == "forward_backward" and same <= parse_case(row["case"]).items())
+    return of_one_gpu(found)
+
+
 def diagonal_points(rows: Rows) -> dict[tuple[int, int], dict[str, dict[int, float]]]:
-    """Milliseconds of a diagonal scan with its gradients on a GPU in fp32: by (B, H), who, and T, where T varies."""
+    """Milliseconds of the diagonal rows: by (B, H), who, and T, where T varies."""
     found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
-    for row in rows:
+    for row in diagonal_rows(rows):
         keys = parse_case(row["case"])
-        if keys.get("layout") != "diagonal" or keys["device"] != "cuda" or keys["dtype"] != "fp32":
-            continue
-        if row["metric"] == "forward_backward":
-            shape, T = found.setdefault((int(keys["B"]), int(keys["H"])), {}), int(keys["T"])
-            shape.setdefault("Weft", {})[T] = float(row["weft"])
-            shape.setdefault(row["peer"], {})[T] = float(row["peer_value"])
+        shape, T = found.setdefault((int(keys["B"]), int(keys["H"])), {}), int(keys["T"])
+        shape.setdefault("Weft", {})[T] = float(row["weft"])
+        shape.setdefault(row["peer"], {})[T] = float(row["peer_value"])
     return {shape: lines for shape, lines in found.items() if len(lines["Weft"]) > 1}
 
 
@@ -116,20 +120,23 @@ def draw_diagonal(rows: Rows, path: Path) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_title(f"B {B}, H {H}", fontsize=9)
         axes.grid(True, which="major", alpha=0.3)
+    figure.suptitle(diagonal_rows(rows)[0]["gpu"], fontsize=10)
     figure.supxlabel("sequence length T")
     figure.supylabel("forward + backward, ms")
     panels[0][0].legend(frameon=False, fontsize=8)
     save(figure, path)
 
 
+def memory_rows(rows: Rows) -> list[Row]:
+    same = {"op": "pointwise_scan", "device": "cuda", "B": "1"}.items()
+    return of_one_gpu(row for row in rows if same <= parse_case(row["case"]).items())
+
+
 def memory_points(rows: Rows) -> list[tuple[float, float, float]]:
     """Of ParaGRU's cell on a GPU, few channels over a long sequence: how many steps it remembers for, the forward
     pass's milliseconds as "auto" runs it, and those of a plain walk."""
     found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        keys = parse_case(row["case"])
-        if keys.get("op") != "pointwise_scan" or keys["device"] != "cuda" or keys.get("B") != "1":
-            continue
+    for row in memory_rows(rows):
         values = found.setdefault(row["case"], {})
         if row["metric"] == "memory":
             values["memory"] = float(row["weft"])
@@ -147,7 +154,7 @@ def draw_memory(rows: Rows, path: Path) -> None:
     axes.set(xlabel="steps until two starts agree to 2^-22 (mean of the channels)", ylabel="forward pass, ms")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title("ParaGRU's cell, 768 channels, T 65536, fp32", fontsize=10)
+    axes.set_title(f"ParaGRU's cell, 768 channels, T 65536, fp32, {memory_rows(rows)[0]['gpu']}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
     save(figure, path)
@@ -156,7 +163,7 @@ def draw_memory(rows: Rows, path: Path) -> None:
 def language_models(rows: Rows) -> tuple[list[Row], list[list[str]]]:
     """The rows of the character models, of a GPU where there are some, and the lines of their table: which model, bits
     per character, characters per second."""
-    found = [row for row in rows if parse_case(row["case"]).get("model") == "char_lm"]
+    found = of_one_gpu(row for row in rows if parse_case(row["case"]).get("model") == "char_lm")
     found = [row for row in found if parse_case(row["case"])["device"] == "cuda"] or found
     values = {row["metric"]: row for row in found}
     if not {"bits_per_character", "throughput"} <= values.keys():

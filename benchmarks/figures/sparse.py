@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from benchmarks.common import parse_case
+from benchmarks.common import of_one_gpu, parse_case
 from benchmarks.figures import Results, Row, Rows, image, ratio_of, rst_table, rst_tables, save
 
 
@@ -20,7 +20,7 @@ def page(results: Results, folder: Path) -> list[str]:
         (density_rows(rows), draw_density, "sparse_density"),
     ):
         if shown:
-            draw(shown, folder / f"{name}.svg")
+            draw(of_one_gpu(shown), folder / f"{name}.svg")
             parts.append(image(folder / f"{name}.svg"))
     others = [row for row in rows if parse_case(row["case"]).get("op") != "jacobian"]
     if others:
@@ -104,7 +104,7 @@ def draw_blocks(rows: Rows, path: Path) -> None:
     axes.set_xticks([], minor=True)
     axes.set(xlabel="blocks of a convolution and a ReLU", ylabel="backward pass in a CUDA graph, ms")
     axes.grid(True, which="major", alpha=0.3)
-    axes.set_title("chains of equal blocks, 4 channels, 16x16, B 1", fontsize=10)
+    axes.set_title(f"chains of equal blocks, 4 channels, 16x16, B 1, {rows[0]['gpu']}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     save(figure, path)
 
@@ -128,6 +128,7 @@ def draw_density(rows: Rows, path: Path) -> None:
         )
     axes.set(xlabel="part of the weights that is left", ylabel="training step, ms")
     axes.grid(True, which="major", alpha=0.3)
-    axes.set_title("pruned VGG-11, forward and backward pass", fontsize=10)
+    machines = " and ".join(sorted({row["gpu"] for row in rows}))
+    axes.set_title(f"pruned VGG-11, forward and backward pass, {machines}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     save(figure, path)
