@@ -7,6 +7,7 @@ machine for --require-cuda; a machine without a GPU is not.
 
 from __future__ import annotations
 
+import gc
 import os
 from fnmatch import fnmatch
 from typing import Any
@@ -25,11 +26,9 @@ import torch
 hypothesis.settings.register_profile("weft", derandomize=True, deadline=None, max_examples=40, database=None)
 hypothesis.settings.load_profile("weft")
 
-# What takes most of the time, as measured on one case of each test: files whose tests compile C++ for the emulator,
-# train, or trace by torch's compilers, all tests of torch.compile, and those of other instruction sets.
+# What takes most of the time, as measured on one case of each test, beside what compiles C++ for the emulator: files
+# whose tests train or trace by torch's compilers, all of torch.compile and opcheck, those of other instruction sets.
 SLOW_FILES = (
-    "*_emulated.py",
-    "test_emulated_*.py",
     "test_codec.py",
     "test_examples.py",
     "test_nn_compile.py",
@@ -41,7 +40,7 @@ SLOW_FILES = (
     "test_together.py",
     "test_torch_module_inputs.py",
 )
-SLOW_NAMES = ("compile", "lower_instruction_sets")
+SLOW_NAMES = ("compile", "lower_instruction_sets", "opcheck")
 
 _skipped: list[str] = []
 _WITHOUT_DEVICES = pytest.StashKey[int]()
@@ -72,6 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=beyond)
         items[:] = [item for item in items if needed(item) <= devices]
     config.stash[_WITHOUT_DEVICES] = len(beyond) if devices == 0 else 0
+
+
+def pytest_collection_finish() -> None:
+    """Tens of thousands of tests and what was imported for them stay. Where a collection of garbage looks at them, it
+    takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -118,3 +124,13 @@ def _nothing_tuned() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(20)
+
+
+@pytest.fixture
+def quick_inductor():
+    """torch's code generator, but for what takes it half a minute in its first call on a processor: to try which vector
+    instructions there are, to precompile headers for more than a kernel or two, and to start processes that compile."""
+    import torch._inductor.config as config
+
+    with config.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
+        yield

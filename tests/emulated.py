@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -23,17 +26,58 @@ MARKS = [
     ),
     # Whose other threads the child does not miss: it calls one function and ends.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.slow,  # for the compiler
 ]
 
 
 def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
-    """The library of tests/emulator/`name`.cpp; what lies in `folder` goes before what csrc has."""
-    library = folder / f"{name}.so"
-    folders = [f"-I{path}" for path in (folder, ROOT / "tests/emulator", ROOT / "csrc")]
+    """The library of tests/emulator/`name`.cpp; what lies in `folder` goes before what csrc has. What was built of the
+    same sources, by this or another process, is loaded again."""
+    given = [
+        f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.*")) if path.is_file()
+    ]
     defines = [f"-D{macro}={int(value)}" for macro, value in macros.items()]
-    command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *folders, *defines]
-    subprocess.run([*command, str(ROOT / f"tests/emulator/{name}.cpp"), "-o", str(library)], check=True)
+    library = _built() / f"{name}-{_digest([name, *defines, *given])}.so"
+    if not library.exists():
+        folders = [f"-I{path}" for path in (folder, ROOT / "tests/emulator", ROOT / "csrc")]
+        source = str(ROOT / f"tests/emulator/{name}.cpp")
+        _compile(library, "-shared", "-include", str(_prelude()), *folders, *defines, source)
     return ctypes.CDLL(str(library))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _compile(to: Path, *arguments: str) -> None:
+    """`to` is there when it is whole."""
+    made = to.with_suffix(f".{os.getpid()}")
+    subprocess.run([COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", *arguments, "-o", str(made)], check=True)
+    made.replace(to)
+
+
+@functools.cache
+def _built() -> Path:
+    """A folder for what is built of the sources as they are; those of other sources go."""
+    sources = [path for part in ("csrc", "tests/emulator") for path in sorted((ROOT / part).rglob("*.*"))]
+    text = (f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in sources if path.is_file())
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
+    folder = ROOT / "build/emulated" / _digest([version, *text])
+    for other in folder.parent.glob("*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _prelude() -> Path:
+    """emulator.h, which all of these libraries begin with; g++ has it precompiled, half of what there is to read."""
+    header, prelude = ROOT / "tests/emulator/emulator.h", _built() / "prelude.h"
+    if not prelude.exists():
+        _compile(prelude.with_suffix(".h.gch"), "-x", "c++-header", str(header))
+        prelude.write_text(f'#include "{header}"\n')  # for other compilers
+    return prelude
 
 
 def cuda_headers() -> Path | None:
@@ -72,6 +116,8 @@ def ends_well(function: Callable[[], None]) -> bool:
             torch.set_num_threads(1)  # OpenMP would wait for the parent's threads
             function()
             os._exit(0)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0

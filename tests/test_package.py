@@ -96,6 +96,7 @@ def test_the_registry_names_every_operator():
         assert torch._C._dispatch_has_kernel(f"weft::{name}"), name
 
 
+@pytest.mark.slow
 def test_the_build_says_why_it_leaves_cuda_out(tmp_path):
     import torch
 
@@ -159,6 +160,7 @@ def test_version_and_hints():
     assert list((Path(weft.__file__).parent / "costs").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_the_readme_and_the_docs_show_what_was_measured_and_nothing_else(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
 

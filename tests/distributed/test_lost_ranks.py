@@ -36,6 +36,7 @@ print(wd.linear_scan(A, b).sum().item())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=ON_GPUS)])
 @pytest.mark.parametrize("what", ["killed", "absent"])
 def test_who_waits_for_a_lost_rank_is_told(what: str, backend: str, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@
 //
 // Warps are not in lockstep; their collective operations wait for all 32 lanes.
 #pragma once
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,6 +15,8 @@
 #include <memory>
 #include <random>
 #include <vector>
+
+#include "context.h"
 
 namespace emulator {
 
@@ -74,7 +74,7 @@ struct Block {
 };
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   Index thread, block_index;
   Block* block;
   Warp* warp;
@@ -83,12 +83,12 @@ struct Fiber {
 };
 
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline std::vector<Fiber*> runnable;
 inline std::vector<std::function<void()>> messages;  // on their way
 
 inline void leave() {
-  swapcontext(&current->context, &scheduler);
+  switch_context(current->context, scheduler);
 }
 inline void yield() {
   runnable.push_back(current);
@@ -171,11 +171,7 @@ inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_
       Fiber& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
       fiber.thread.x = t, fiber.block_index.x = b, fiber.lane = t % 32;
       fiber.block = &block, fiber.warp = block.warps.back().get();
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks.get() + kStack * (size_t(b) * threads + t);
-      fiber.context.uc_stack.ss_size = kStack;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, enter, 0);
+      begin_context(fiber.context, stacks.get() + kStack * (size_t(b) * threads + t), kStack, enter);
       runnable.push_back(&fiber);
     }
   }
@@ -194,7 +190,7 @@ inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_
     std::swap(runnable[next], runnable.back());
     current = runnable.back();
     runnable.pop_back();
-    swapcontext(&scheduler, &current->context);
+    switch_context(scheduler, current->context);
     done += current->done;
   }
   while (!messages.empty()) deliver();

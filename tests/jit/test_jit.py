@@ -104,6 +104,7 @@ def test_entries_differ_by_macros_and_architecture(cache, defines):
     assert len({path.name for path in files(cache)}) == len(variants) + 1
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_damaged_entries_are_made_again(cache):
     def folder_in_its_place(path: Path) -> None:
@@ -177,6 +178,7 @@ def test_threads_share_a_compilation(cache, defines):
         assert sorted(pool.map(work, range(8))) == ["compiled"] + ["memory"] * 7
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_processes_may_write_one_entry_at_once(cache, defines):
     code = f"from weft import _C; print(len(_C._testing.jit_compile({PROBE!r}, {defines!r}, {ARCH})[0]))"
@@ -199,6 +201,7 @@ def test_many_at_once(cache):
     assert _C._testing.jit_compile(*good)[1] == "memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["/nowhere/libnvrtc.so", "libm.so.6"])
 def test_without_nvrtc_everything_else_works(library):
     code = (

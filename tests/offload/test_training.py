@@ -118,6 +118,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_sharded_parameters(tmp_path: Path) -> None:
     """FSDP2, which gathers parameters for a layer and frees them behind it: they do not move."""
     pytest.importorskip("torch.distributed.fsdp")
@@ -126,6 +127,7 @@ def test_sharded_parameters(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_sharded_example(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")
     figure = tmp_path / "step.png"
@@ -136,6 +138,7 @@ def test_sharded_example(tmp_path: Path) -> None:
     assert found is not None and figure.stat().st_size > 1000, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "example"), [("lightning", "offload_lightning.py"), ("transformers", "offload_trainer.py")]
 )

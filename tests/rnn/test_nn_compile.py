@@ -88,7 +88,7 @@ def test_compile_does_not_specialise_sizes(fresh_dynamo, device, cell, algorithm
     ("device", "algorithm"),
     [("cpu", "scan"), *(pytest.param("cuda", a, marks=pytest.mark.cuda) for a in ("persistent", "scan", "torch"))],
 )
-def test_compile_inductor(fresh_dynamo, device, algorithm):
+def test_compile_inductor(fresh_dynamo, quick_inductor, device, algorithm):
     """One case through code generation; and a long sequence does not unroll."""
     ours, theirs = layers("gru", device, algorithm=algorithm, num_layers=2)
     compiled = torch.compile(ours, fullgraph=True)

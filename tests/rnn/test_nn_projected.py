@@ -129,7 +129,7 @@ def test_projection_compiled_once_for_packed_sequences_of_any_size(fresh_dynamo,
 
 @pytest.mark.slow
 @devices
-def test_projection_compiled_by_inductor(fresh_dynamo, device):
+def test_projection_compiled_by_inductor(fresh_dynamo, quick_inductor, device):
     """Packed and without a state, where a graph does not know how many sequences there are."""
     ours, theirs = layers("projected", device, algorithm="persistent", bidirectional=True)
 

@@ -69,31 +69,29 @@ OBSTACLE = _C.jit.why_unavailable() if _ops.WITH_CUDA else "built for the CPU al
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
-@pytest.mark.parametrize("group", (1, 4, 16))
 @pytest.mark.parametrize("cell", range(4))
-def test_compiles(cell: int, group: int):
-    """Sizes that fill no tile, every type, products from registers and from shared memory, both passes."""
-    requests = []
-    for kind in range(4):
-        for backward in (0, 1):
-            columns, resident = (3, 99) if kind % 2 else (9, 1)
-            exchange = int(group == 16 and kind % 2)
-            constants = {
-                "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HEADS": 1, "HIDDEN": 61, "GROUP": group,
-                "COLUMNS": columns,
-                "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
-                "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2, "FMA": 0,
-                "CLUSTER": 1 + 3 * exchange,
-            }  # fmt: skip
-            requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
-    for _, defines, _ in requests[-2:]:
-        requests.append((SOURCE, [{"FMA=0": "FMA=1"}.get(d, d) for d in defines], 90))
-    _C.jit.compile_many(requests)
-    if group == 1:  # below 9.0 there are no clusters
-        alone = [defines for _, defines, _ in requests[:8]]
-        grids = [[{"GROUP=1": "GROUP=16", "UNITS=64": "UNITS=8", "EXCHANGE=0": "EXCHANGE=1"}.get(d, d) for d in each]
-                 for each in alone[2:5]]  # fmt: skip
-        _C.jit.compile_many([(SOURCE, defines, 80) for defines in (*alone[:2], *grids)])
+def test_compiles(cell: int):
+    """Sizes that fill no tile, every type in both passes, products from registers and from shared memory; of the sizes
+    of a group each with every type, every pass and every cell, the large one with an exchange and without."""
+
+    def defines(kind: int, backward: int, group: int, fma: int = 0) -> list[str]:
+        columns, resident = (3, 99) if kind % 2 else (9, 1)
+        exchange = int(group == 16 and kind % 2)
+        constants = {
+            "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HEADS": 1, "HIDDEN": 61, "GROUP": group,
+            "COLUMNS": columns, "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8,
+            "SPLIT": 8 if exchange else 4, "RESIDENT": resident, "EXCHANGE": exchange,
+            "PACKED": (kind + backward) % 2, "FMA": fma, "CLUSTER": 1 + 3 * exchange,
+        }  # fmt: skip
+        return [f"{k}={v}" for k, v in constants.items()]
+
+    asked = [defines(kind, backward, (1, 4, 16)[(kind + 2 * backward + cell) % 3])
+             for kind in range(4) for backward in (0, 1)]  # fmt: skip
+    asked += [defines(3, backward, (1, 4, 16)[(cell + backward) % 3], fma=1) for backward in (0, 1)]
+    _C.jit.compile_many([(SOURCE, each, 90) for each in asked])
+    # Below 9.0 there are no clusters.
+    asked = [defines(0, cell % 2, 1), *(defines(kind, (kind + cell) % 2, 16) for kind in (1, 3))]
+    _C.jit.compile_many([(SOURCE, [{"CLUSTER=4": "CLUSTER=1"}.get(d, d) for d in each], 80) for each in asked])
 
 
 def tier_samples(cell: str, tier: str) -> list[Sample]:

@@ -383,7 +383,7 @@ def test_activations_are_accurate(device: str, dtype: torch.dtype, backward: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", SMALL, ids=str)
+@pytest.mark.parametrize("sample", [s for s in SMALL if s.cell != "rnn_relu"], ids=str)  # whose graphs are tanh's
 def test_opcheck(sample: Sample, device: str):
     args = arguments(sample, device, requires_grad=True)
     plain = args.map(Tensor.detach)

@@ -32,7 +32,7 @@ def test_opcheck_of_masked_gradients(device: str) -> None:
 
 
 @device
-def test_compiles_with_the_default_backend(device: str) -> None:
+def test_compiles_with_the_default_backend(quick_inductor, device: str) -> None:
     torch._dynamo.reset()
     leaves = [t.requires_grad_() for t in Sample(7, 3, 5).inputs(torch.float32, device)]
     x = torch.compile(linear_scan, fullgraph=True)(*leaves)

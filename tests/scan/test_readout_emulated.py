@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -77,14 +78,38 @@ def off(got: Tensor, want: Tensor, bound: float) -> bool:
     return not (got - want).norm() <= bound * want.norm()
 
 
-def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: bool, seed: int) -> None:
-    assert library.problem_bytes() == ctypes.sizeof(Gradients)
+class Problem(NamedTuple):
+    """What is given, the gradient that arrives, and what is wanted. Not made in a forked process, in which torch's
+    autograd does not run once it has had threads."""
+
+    inputs: tuple[Tensor | None, ...]
+    grad: Tensor
+    want: Tensor
+    gradients: list[Tensor | None]
+
+
+def problem(dtype: torch.dtype, sample: Sample, seed: int) -> Problem:
     torch.manual_seed(seed)
     A, b, c, x0 = sample.inputs(dtype)
-    T, B, H, N = sample.T, sample.B, sample.H, sample.N
-    state = dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
     if x0 is None and A.dim() == 4 and A.shape[0] > 1:
         A[0] = torch.nan
+    leaves = [None if t is None else wide(t).requires_grad_() for t in (A.nan_to_num() if x0 is None else A, b, c, x0)]
+    want = linear_scan_reference(leaves[0], leaves[1], leaves[3], c=leaves[2])
+    grad = torch.randn(sample.T, sample.B, sample.H, dtype=state_type(dtype)).to(dtype)
+    present = [t for t in leaves if t is not None]
+    found = iter(torch.autograd.grad(want, present, wide(grad), allow_unused=True, materialize_grads=True))
+    return Problem((A, b, c, x0), grad, want.detach(), [None if t is None else next(found) for t in leaves])
+
+
+def state_type(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
+
+
+def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: bool, seed: int, given: Problem) -> None:
+    assert library.problem_bytes() == ctypes.sizeof(Gradients)
+    A, b, c, x0 = given.inputs
+    T, B, H, N = sample.T, sample.B, sample.H, sample.N
+    state = state_type(dtype)
     segment = {16: 8, 8: 16}.get(dtype.itemsize, 32)
     y = torch.full((T, B, H), torch.nan, dtype=dtype)
     starts = torch.full((-(-T // segment), B, H, N), torch.nan, dtype=state)
@@ -93,11 +118,8 @@ def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: boo
     constant = not (A.dim() == 4 and A.shape[0] > 1), not (c.dim() == 4 and c.shape[0] > 1)
     reads = 2 if not all(constant) else int(sample.full or N == 1)
     library.run(ctypes.byref(Gradients(scan=scan)), reads, False, aligned, seed)
-    leaves = [None if t is None else wide(t).requires_grad_() for t in (A.nan_to_num() if x0 is None else A, b, c, x0)]
-    want = linear_scan_reference(leaves[0], leaves[1], leaves[3], c=leaves[2])
     bound = 4 * BOUNDS[dtype.to_real()]
-    assert not off(y, want.detach(), bound)
-    grad = torch.randn(T, B, H, dtype=state).to(dtype)
+    assert not off(y, given.want, bound)
     grad_A, grad_c = (
         torch.full((B, H, N) if still else (T, B, H, N), torch.nan, dtype=state if still else dtype)
         for still in constant
@@ -108,27 +130,27 @@ def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: boo
         return Result(t.data_ptr(), 0, 0) if still else result(t)
 
     scan.y = Result()
-    problem = Gradients(scan, field(grad.unsqueeze(-1)), into(grad_A, constant[0]), result(grad_b),
-                        into(grad_c, constant[1]), *constant, None if x0 is None else grad_x0.data_ptr())  # fmt: skip
-    library.run(ctypes.byref(problem), reads, True, aligned, seed + 1)
-    present = [t for t in leaves if t is not None]
-    wanted = iter(torch.autograd.grad(want, present, wide(grad), allow_unused=True, materialize_grads=True))
-    for got, leaf in zip((grad_A, grad_b, grad_c, grad_x0), leaves, strict=True):
-        if leaf is None:
+    gradients = Gradients(scan, field(given.grad.unsqueeze(-1)), into(grad_A, constant[0]), result(grad_b),
+                          into(grad_c, constant[1]), *constant, None if x0 is None else grad_x0.data_ptr())  # fmt: skip
+    library.run(ctypes.byref(gradients), reads, True, aligned, seed + 1)
+    for got, want in zip((grad_A, grad_b, grad_c, grad_x0), given.gradients, strict=True):
+        if want is None:
             continue
         got = wide(got)
-        if got.shape != leaf.shape:
-            while got.dim() < leaf.dim():
+        if got.shape != want.shape:
+            while got.dim() < want.dim():
                 got = got.unsqueeze(0)
-            got = got.sum_to_size(leaf.shape)
-        assert not off(got, next(wanted), 10 * bound), f"{sample}"
+            got = got.sum_to_size(want.shape)
+        assert not off(got, want, 10 * bound), f"{sample}"
 
 
 def passes(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+    problems = [problem(dtype, sample, number) for number, (sample, _) in enumerate(CASES)]
+
     def everything() -> None:
         signal.setitimer(signal.ITIMER_PROF, 60)
         for number, (sample, aligned) in enumerate(CASES):
-            check(library, dtype, sample, aligned, number)
+            check(library, dtype, sample, aligned, number, problems[number])
 
     return emulated.ends_well(everything)
 

@@ -24,7 +24,7 @@ from weft.sparse import (
     relu_jacobian,
 )
 
-from tests.common import DEVICES, DTYPES, assert_close, poisoned
+from tests.common import DEVICES, DTYPES, assert_close, pairs, poisoned
 from tests.sparse.test_batched_csr import batches, random_csr
 
 device = pytest.mark.parametrize("device", DEVICES)
@@ -347,10 +347,12 @@ def sharing(kind: str, dtype: torch.dtype, device: str) -> tuple[BatchedCSR, Bat
 
 
 @device
-@dtypes
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("batch", [(None, None), (None, 3), (5, None), (2, 2), (None, 17)], ids=str)
-@pytest.mark.parametrize("kind", ["gather", "pool", "rows of b"])
+@pairs(
+    kind=["gather", "pool", "rows of b"],
+    batch=[(None, None), (None, 3), (5, None), (2, 2), (None, 17)],
+    index=[torch.int32, torch.int64],
+    dtype=DTYPES,
+)
 def test_rows_that_share_lists(kind: str, batch: tuple, index: torch.dtype, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     a, b = sharing(kind, torch.float64, device)

@@ -188,6 +188,7 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
     assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * 512), device) == known[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
     ("name", "dtype", "full", "blocks", "groups"),
