@@ -8,6 +8,7 @@ import pytest
 import torch
 import weft
 import weft.distributed as wd
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
@@ -79,5 +80,27 @@ def test_one_op_before_the_exchange_and_one_after_it() -> None:
             watched = step()
         assert [name for name in seen.names if name.startswith("slice")] == ["slice_scan", "slice_scan_backward"]
         assert all(map(torch.equal, eager, watched))
+    finally:
+        group.close()
+
+
+def test_transforms_are_refused_and_no_tangent_is_lost() -> None:
+    """Ranks could not agree on what is exchanged: torch says what its functions do not take."""
+    group = StandIn(1, 2)
+    A, b = torch.rand(4, 1, 3), torch.randn(4, 1, 3)
+
+    def scan(b: torch.Tensor) -> torch.Tensor:
+        return wd.linear_scan(A, b, group=group)
+
+    try:
+        for transformed in (
+            lambda: torch.vmap(scan)(torch.stack((b, b))),
+            lambda: torch.func.grad(lambda b: scan(b).sum())(b),
+            lambda: torch.func.jvp(scan, (b,), (b,)),
+        ):
+            with pytest.raises(RuntimeError, match="setup_context"):
+                transformed()
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+            scan(forward_ad.make_dual(b, b))
     finally:
         group.close()

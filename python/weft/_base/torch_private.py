@@ -135,11 +135,12 @@ def onnx_exporting() -> bool:
 
 
 def is_eager(*tensors: Tensor) -> bool:
-    """Whether what an op does may be done without the op: nobody traces or watches, and the tensors are plain ones."""
+    """Whether what an op does may be done without the op: nobody traces, transforms or watches, no tangents propagate,
+    and the tensors are plain ones."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and not in_torchscript_trace()
+        and not (in_transform() or in_forward_mode() or in_torchscript_trace())
         and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
     )
 
