@@ -45,6 +45,7 @@ __all__ = [
     "is_eager",
     "keeps_graph",
     "maps_alone",
+    "nn_functions",
     "onnx_exporting",
     "outside_transforms",
     "parse_to",
@@ -81,6 +82,9 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which torch's functions treat classes of tensors with a ``__torch_function__`` as any tensor."""
+
+nn_functions = torch._C._nn
+"""Those of torch.nn.functional's functions that are not written in Python."""
 
 outside_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are made outside of torch.func's transforms, whose own do not outlive them."""

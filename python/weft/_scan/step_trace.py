@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
-from .._base.torch_private import tree_leaves, without_torch_function, wrapper_tensor
+from .._base.torch_private import nn_functions, tree_leaves, without_torch_function, wrapper_tensor
 from .step_program import Graph, Node
 
 __all__ = ["Traced", "traced"]
@@ -271,7 +271,7 @@ def _functions() -> dict[Callable[..., Any], tuple[str, int]]:
     names += [("aten.where.self", 3), ("aten.lerp.Tensor", 3), ("aten.pow.Tensor_Scalar", 2)]
     for name, count in names:
         op = name.split(".")[1]
-        for owner in (torch, Tensor, torch._C._nn, torch.nn.functional):
+        for owner in (torch, Tensor, nn_functions, torch.nn.functional):
             if (function := getattr(owner, op, None)) is not None:
                 found.setdefault(function, (name, count))
     return found
