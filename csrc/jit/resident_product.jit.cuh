@@ -6,7 +6,8 @@
 // same for both factors: so a lane takes four neighbours of a row at once, straight from L2, every element once per
 // block, and weights lie in the order of fragments, without bank conflicts. The warps' partial sums are added up in
 // shared memory in a fixed order. fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is
-// multiply-adds, because every use of a weight on the tensor cores splits it first.
+// multiply-adds, because every use of a weight on the tensor cores splits it first. Half types go to the tensor cores
+// as they are.
 //
 // Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and more for the splits, 80 instructions of a warp in
 // all. As multiply-adds a row takes 9.
@@ -14,6 +15,7 @@
 
 #include "common/cuda/grid_barrier.jit.cuh"
 #include "common/cuda/ptx.jit.cuh"
+#include "common/elementwise.jit.cuh"
 
 namespace weft {
 
@@ -41,6 +43,11 @@ struct DealtColumns {
     return found;
   }
 };
+
+template <typename E>
+inline constexpr bool kIsFloat16 = false;
+template <>
+inline constexpr bool kIsFloat16<Float16> = true;
 
 // How products are made: fp32 accuracy; as the tensor cores take floats; of half types, whose products are exact.
 enum class Multiply { kFloat, kTf32, kHalf };
@@ -288,6 +295,18 @@ struct ResidentProduct {
     }
   }
 
+  // Two of four neighbours.
+  static __device__ __forceinline__ u32 pair(const FourOf<E>& four, int which) {
+    return u32(four.x[2 * which].bits) | u32(four.x[2 * which + 1].bits) << 16;
+  }
+  static __device__ __forceinline__ void mma_half(float (&d)[4], const u32* a, const u32* b) {
+    if constexpr (kIsFloat16<E>) {
+      mma_f16(d, a, b);
+    } else {
+      mma_bf16(d, a, b);
+    }
+  }
+
   // 8 * kGroups rows from `first` on.
   template <int kGroups, typename Source, typename Store, typename Between>
   static __device__ __forceinline__ void some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
@@ -314,14 +333,24 @@ struct ResidentProduct {
         u32 b_high[kGroups][4], b_low[kGroups][4];
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
+          if constexpr (kMultiply == Multiply::kHalf) {
+            b_high[g][0] = pair(b[c][g], 0), b_high[g][1] = pair(b[c][g], 1);
+          } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) split(float(b[c][g].x[e]), b_high[g][e], b_low[g][e]);
+            for (int e = 0; e < 4; ++e) split(float(b[c][g].x[e]), b_high[g][e], b_low[g][e]);
+          }
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
           FourOf<E> lower{};
           if (has(tile, 1)) lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
+          if constexpr (kMultiply == Multiply::kHalf) {
+            const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) mma_half(d[tile][g][c % kSums], a, b_high[g]);
+            continue;
+          }
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             u32 high[4], low[4];

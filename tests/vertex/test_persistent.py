@@ -197,6 +197,7 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
         ("treelstm", "float32", True, 3, 2),
         ("treelstm", "float32", False, 2, 3),
         ("treelstm", "bfloat16", True, 4, 1),
+        ("childsum", "float16", False, 3, 1),
         ("childsum", "float32", False, 3, 2),
         ("treegru", "float32", False, 2, 1),
         ("treefc", "float32", False, 3, 1),
