@@ -15,6 +15,7 @@ state that leaves it, which comes from the rank after it:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -415,23 +416,15 @@ def _begun_and_finished_gradients(
     return grad_A, grad_b, grad_start, left
 
 
-@torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
-def _slice_scan(
-    A: Tensor,
-    b: Tensor,
-    x0: Tensor | None,
-    extra: Tensor | None,
-    group: str,
-    reverse: bool,
-    transpose: bool,
-    ends: bool,
+def _scan(
+    A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of Scanned, the end right with `ends` alone, and the products of all ranks in the order of the
     scan; after an exchange in rounds this rank's."""
-    part = _Slice(ranks_named(group), reverse, transpose)
     if extra is None and _is_begun_and_finished(A, b, part.ranks, ends):
         return _begun_and_finished(A, b, x0, part)
-    order, ranks = part.order, part.ranks
+    ranks, reverse, transpose = part
+    order = part.order
     first = order == 0
     start = x0 if first else None
     T, B, H = b.shape
@@ -495,20 +488,26 @@ def _slice_scan(
     return states, entered, end, products
 
 
-@torch.library.impl("weft::slice_scan_backward", "CompositeExplicitAutograd")
-def _slice_scan_backward(
-    grad: Tensor, grad_entered: Tensor, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
-    products: Tensor, has_x0: bool, group: str, reverse: bool, transpose: bool, output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of A, b, the state that enters the slice and the one that leaves it; ``(0)`` where masked out."""
-    part = _Slice(ranks_named(group), reverse, transpose)
+@torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
+def _(A, b, x0, extra, group, reverse, transpose, ends):
+    return _scan(A, b, x0, extra, _Slice(ranks_named(group), reverse, transpose), ends)
+
+
+def _scan_backward(
+    grad: Tensor, grad_entered: Tensor | None, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
+    products: Tensor, has_x0: bool, part: _Slice, output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of A, b, the state that enters the slice, None for zeros, and the one that leaves it; ``(0)`` where
+    masked out."""
     if products.size(0) == part.ranks.size and _is_begun_and_finished(A, grad, part.ranks, True):
         grad_A, grad_b, grad_start, left = _begun_and_finished_gradients(
             grad, grad_entered, grad_end, A, states, entered, products, has_x0, part, output_mask[0]
         )
-        grad_b = grad_b if output_mask[1] else grad.new_empty(0)
-        return grad_A, grad_b, torch.zeros_like(left) if grad_start is None else grad_start, left
-    order, ranks = part.order, part.ranks
+        return grad_A, grad_b if output_mask[1] else grad.new_empty(0), grad_start, left
+    if grad_entered is None:
+        grad_entered = torch.zeros_like(entered)
+    ranks, reverse, transpose = part
+    order = part.order
     first, T = order == 0, grad.size(0)
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
     # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
@@ -573,6 +572,15 @@ def _slice_scan_backward(
     return grad_A, grad_b, grad_start + grad_entered if mask[2] else torch.zeros_like(left), left
 
 
+@torch.library.impl("weft::slice_scan_backward", "CompositeExplicitAutograd")
+def _(grad, grad_entered, grad_end, A, x, entered, products, has_x0, group, reverse, transpose, output_mask):
+    part = _Slice(ranks_named(group), reverse, transpose)
+    *grads, grad_start, left = _scan_backward(
+        grad, grad_entered, grad_end, A, x, entered, products, has_x0, part, output_mask
+    )
+    return *grads, torch.zeros_like(left) if grad_start is None else grad_start, left
+
+
 @torch.library.register_fake("weft::slice_scan")
 def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
     ranks, product = ranks_named(group), _product_shape(A, b)
@@ -605,8 +613,8 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if extra is None and is_eager(A, b) and _is_begun_and_finished(A, b, part.ranks, ends):
-            *scanned, products = _begun_and_finished(A, b, x0, part)
+        if is_eager(A, b):
+            *scanned, products = _scan(A, b, x0, extra, part, ends)
         else:
             *scanned, products = torch.ops.weft.slice_scan.default(
                 A, b, x0, extra, part.ranks.name, part.reverse, part.transpose, ends
@@ -627,28 +635,21 @@ class _Scan(torch.autograd.Function):
             grad_end = None
         elif grad_end is None:
             grad_end = torch.zeros_like(entered)
-        if (
-            not torch.is_grad_enabled()
-            and is_eager(A, grad)
-            and products.size(0) == part.ranks.size
-            and _is_begun_and_finished(A, grad, part.ranks, True)
-        ):
-            grad_A, grad_b, grad_start, left = _begun_and_finished_gradients(
-                grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part, wanted[0]
-            )
+        has_x0, eager = x0 is not None, is_eager(A, grad)
+        if grad_entered is None and (torch.is_grad_enabled() or not eager):
+            grad_entered = torch.zeros_like(entered)
+        if torch.is_grad_enabled():
+            found = _differentiable_gradients(grad, grad_entered, grad_end, A, states, entered, has_x0, part)
+        elif eager:
+            found = _scan_backward(
+                grad, grad_entered, grad_end, A, states, entered, products, has_x0, part, wanted[:2]
+            )  # fmt: skip
         else:
-            if grad_entered is None:
-                grad_entered = torch.zeros_like(entered)
-            if torch.is_grad_enabled():
-                found = _differentiable_gradients(
-                    grad, grad_entered, grad_end, A, states, entered, x0 is not None, part
-                )
-            else:
-                found = torch.ops.weft.slice_scan_backward.default(
-                    grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part.ranks.name,
-                    part.reverse, part.transpose, wanted[:2],
-                )  # fmt: skip
-            grad_A, grad_b, grad_start, left = found
+            found = torch.ops.weft.slice_scan_backward.default(
+                grad, grad_entered, grad_end, A, states, entered, products, has_x0, part.ranks.name, part.reverse,
+                part.transpose, wanted[:2],
+            )  # fmt: skip
+        grad_A, grad_b, grad_start, left = found
         grad_x0 = None
         if wanted[2]:
             grad_x0 = grad_start.sum_to_size(x0.shape) if part.order == 0 else torch.zeros_like(x0)
