@@ -228,6 +228,7 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, grou
     [
         ("treelstm", "sgd", "cross_entropy", 5, "vertices", 2),
         ("treelstm", "adamw", "cross_entropy", 5, "roots", 1),
+        ("many", "sgd", "cross_entropy", 5, "vertices", 1),
         ("childsum", "adam", "mse", None, "vertices", 3),
         ("rvnn", "sgd", "cross_entropy", 5, "vertices", 1),
         ("twice", "adamw", "mse", None, "roots", 1),
@@ -242,6 +243,7 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
     torch.manual_seed(7)
     cell, make, width = {
         "treelstm": lambda: (models.TreeLSTM(4, 8), binary, 4),
+        "many": lambda: (models.TreeLSTM(4, 8), lambda rng, _: trees(rng, 60), 4),
         "childsum": lambda: (models.ChildSumTreeLSTM(4, 8), any_graphs, 4),
         "rvnn": lambda: (models.RvNN(4, 8), binary, 4),
         "twice": lambda: (Twice(4, 8), any_graphs, 4),
