@@ -1,7 +1,11 @@
-"""Every block of Python in the README and the docs runs, those of a page one after another, as a reader types them."""
+"""Every block of Python in the README and the docs runs, those of a page one after another, as a reader types them; and
+every example of a docstring, after ``import torch, weft``."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 import textwrap
 import types
@@ -9,6 +13,8 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+import torch
+import weft
 
 from tests.common import every_measured
 
@@ -60,3 +66,18 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     for line, code in blocks(page):
         # Its lines are those of the page, in tracebacks too.
         exec(compile("\n" * line + code, str(page.relative_to(ROOT)), "exec"), names)
+
+
+def examples() -> list[doctest.DocTest]:
+    """Of the public names, where they are written."""
+    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(weft.__path__, "weft.")]
+    found = (test for m in modules for test in doctest.DocTestFinder().find(m, globs={"torch": torch, "weft": weft}))
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda test: test.name)
+def test_examples_of_docstrings(example, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert runner.run(example, out=said.append).failed == 0, "".join(said)

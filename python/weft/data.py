@@ -2,13 +2,13 @@
 
 Text, for character-level language models:
 
->>> text = python_docs()
->>> vocabulary = Vocabulary.of(text)
->>> train, held_out = split(vocabulary.encode(text))
+>>> text = weft.data.python_docs()
+>>> vocabulary = weft.data.Vocabulary.of(text)
+>>> train, held_out = weft.data.split(vocabulary.encode(text))
 
 Trees, for vertex functions:
 
->>> trees = python_asts(["json.decoder"])
+>>> trees = weft.data.python_asts(["json.decoder"])
 >>> graphs = weft.Graphs.from_children([tree.children for tree in trees])
 """
 

@@ -78,7 +78,7 @@ def slice_sizes(steps: int, ranks: int) -> list[int]:
         ValueError: steps < 0 or ranks < 1.
 
     Example:
-        >>> wd.slice_sizes(10, 4)
+        >>> weft.distributed.slice_sizes(10, 4)
         [3, 3, 2, 2]
     """
     steps, ranks = whole("slice_sizes", "steps", steps), _check_ranks("slice_sizes", ranks)
@@ -103,7 +103,7 @@ def exchange(ranks: int, bytes: float, link: Link = Link()) -> Exchange:
         ValueError: ranks < 1 or bytes < 0.
 
     Example:
-        >>> wd.exchange(8, 98304).method
+        >>> weft.distributed.exchange(8, 98304).method
         'gather'
     """
     ranks = _check_ranks("exchange", ranks)
@@ -140,7 +140,7 @@ def predict(
         ValueError: ranks < 1, bytes < 0, seconds <= 0 or fixup < 0.
 
     Example:
-        >>> wd.predict(41e-3, 8, 98304, fixup=5e-5).efficiency > 0.95
+        >>> weft.distributed.predict(41e-3, 8, 98304, fixup=5e-5).efficiency > 0.95
         True
     """
     ranks = _check_ranks("predict", ranks)

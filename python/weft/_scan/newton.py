@@ -34,9 +34,12 @@ class NewtonRun(NamedTuple):
 class newton_report:
     """Collects what runs as "newton" in this thread.
 
+    >>> layer = weft.nn.GRU(3, 8, algorithm="newton")
     >>> with weft.scan.newton_report() as report:
-    ...     output, h_n = layer(x)
+    ...     output, h_n = layer(torch.randn(3000, 1, 3))
     >>> print(report)
+    op   steps  chunks  rounds  redone  residual  sequential
+    gru   3000  ...
 
     Of nested blocks the innermost collects. Reading waits for the device. Backward passes are scans, in which nothing
     is walked again until it meets, and are not listed.

@@ -41,7 +41,10 @@ def pointwise_scan(
     >>> def step(h, x, p):
     ...     z, r = torch.sigmoid(x[0] + p[0] * h), torch.sigmoid(x[1] + p[1] * h)
     ...     return h + z * (torch.tanh(x[2] + p[2] * (r * h)) - h)
-    >>> states = weft.scan.pointwise_scan(step, h0, (xz, xr, xc), (az, ar, ac))
+    >>> h0, gates, parameters = torch.zeros(2, 8), torch.randn(3, 100, 2, 8), torch.randn(3, 8)  # B = 2, H = 8, T = 100
+    >>> states = weft.scan.pointwise_scan(step, h0, (*gates,), (*parameters,))
+    >>> states.shape
+    torch.Size([100, 2, 8])
 
     Args:
         step: a time step, ``step(h, x, p)``. It gets the state, the inputs of one step and the parameters, each a

@@ -33,7 +33,7 @@ class Graphs:
     A graph has at least one vertex; it may be a forest. Bad structure is a ValueError that names the graph and the
     vertex in the caller's numbering, anything that is no integer a TypeError.
 
-    >>> graphs = Graphs.from_children([[[], [], [0, 1]], [[]]])
+    >>> graphs = weft.Graphs.from_children([[[], [], [0, 1]], [[]]])
     >>> graphs
     Graphs(num_graphs=2, num_vertices=4, num_edges=2, num_levels=2)
     >>> graphs.roots

@@ -38,7 +38,10 @@ class Trainer:
     ``maximize``: by itself where it is expected to be faster, under ``executor="persistent"`` wherever it can. All
     else runs as that loop in torch. ``weft.explain(trainer, graphs, inputs)`` says which.
 
-    >>> trainer = weft.vertex.Trainer(cell, torch.optim.SGD(parameters, 0.1, momentum=0.9), head=scores)
+    >>> cell, scores = weft.vertex.models.TreeLSTM(8, 16), torch.nn.Linear(16, 5)
+    >>> optimizer = torch.optim.SGD([*cell.parameters(), *scores.parameters()], 0.1, momentum=0.9)
+    >>> trainer = weft.vertex.Trainer(cell, optimizer, head=scores)
+    >>> batches = [(weft.Graphs.from_children([[[], [], [0, 1]]]), torch.randn(3, 8), torch.tensor([0, 4, 2]))]
     >>> for graphs, x, labels in batches:
     ...     loss = trainer.step(graphs, x, labels)     # of the step before: nothing waits for the device
     >>> loss = trainer.sync()
