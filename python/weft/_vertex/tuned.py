@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from .._base.machine import machine_name
 from .._base.measured import Entry, Measured, bucket, key_of
 from .._base.torch_private import fp32_precision
@@ -20,6 +22,11 @@ _PERSISTENT = {"persistent": 1, **{f"persistent/{parts}": parts for parts in (2,
 MEASURED = Measured("tune_vertex.json", "executor", (*_PERSISTENT, "batched", "reference"))
 
 
+_keys: dict[tuple, tuple[list, str]] = {}
+"""Of the latest kinds of calls, by the identity of their programs, which are held: what every call asks for."""
+_MOST_KEYS = 256
+
+
 def name_of(parts: int) -> str:
     """What persistent kernels of so many parts are called."""
     return next(name for name, n in _PERSISTENT.items() if n == parts)
@@ -32,21 +39,28 @@ def parts_of(name: str) -> int | None:
 
 def key(functions: Sequence[Function], trains: bool, graphs: Graphs, captured: bool) -> str:
     """What decides between executors, sizes rounded up to powers of two."""
-    types = functions[0].type
-    # The programs have all shapes and dtypes.
-    digests = sorted({f.trace.program.digest for f in functions})
-    parts = {
-        "programs": ",".join(digests),
-        "tf32": fp32_precision("cuda", "matmul") if types.device.type == "cuda" else "none",
-        "options": "".join(str(int(option)) for option in current()),
-        "trains": int(trains),
-        "captured": int(captured),
-        "G": bucket(graphs.num_graphs),
-        "V": bucket(graphs.num_vertices),
-        "E": bucket(graphs.num_edges),
-        "L": bucket(graphs.num_levels),
-    }
-    return key_of(machine_name(types.device), parts)
+    device, programs = functions[0].type.device, [f.trace.program for f in functions]
+    tf32 = fp32_precision("cuda", "matmul") if device.type == "cuda" else "none"
+    sizes = graphs.num_graphs, graphs.num_vertices, graphs.num_edges, graphs.num_levels
+    buckets = tuple(map(bucket, sizes))
+    threads = torch.get_num_threads() if device.type == "cpu" else 0  # of which a machine's name speaks
+    kind = (*map(id, programs), device, threads, tf32, current(), trains, captured, buckets)
+    found = _keys.get(kind)
+    if found is None:
+        # The programs have all shapes and dtypes.
+        digests = sorted({program.digest for program in programs})
+        parts = {
+            "programs": ",".join(digests),
+            "tf32": tf32,
+            "options": "".join(str(int(option)) for option in current()),
+            "trains": int(trains),
+            "captured": int(captured),
+            **dict(zip("GVEL", buckets, strict=True)),
+        }
+        while len(_keys) >= _MOST_KEYS:
+            _keys.pop(next(iter(_keys)), None)
+        found = _keys[kind] = programs, key_of(machine_name(device), parts)
+    return found[1]
 
 
 def look_up(functions: Sequence[Function], trains: bool, graphs: Graphs) -> Entry | None:

@@ -144,7 +144,7 @@ class _Known(NamedTuple):
     compiled: set[int]
     """The parts of those whose kernels are there."""
     costed: bool
-    """Whether the GPU's costs tell of executors."""
+    """Whether the GPU's costs tell of executors: of products in float32."""
 
 
 def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool) -> bool:
@@ -158,7 +158,7 @@ def _expected_us(
     compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool
 ) -> tuple[float, float] | None:
     """Microseconds of persistent kernels and of the batched executor, None where nothing is known."""
-    if device.type != "cuda" or compiled.type.state.dtype != torch.float32 or graphs.num_vertices == 0:
+    if device.type != "cuda" or graphs.num_vertices == 0:
         return None
     known = _known(compiled, device, None)
     if not known.costed:
@@ -225,6 +225,9 @@ def _found(compiled: batched.Batched, device: torch.device, all_of_them: list[Ge
     level = _number(device, "level") if "vertex.persistent" in tables else 0.0
     costed = {"vertex.persistent", "vertex.batched", "vertex.host"} <= tables.keys()
     batched_costs, host_costs = _costs_of_batched(device) if costed else ([0.0] * 5, [0.0] * 3)
+    frontiers = compiled.plan.frontiers
+    products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
+    costed &= all(frontiers.buffers[s.source].dtype == "float32" for s in products)
     rows = [(g.groups, g.forward, g.backward) for g in all_of_them]
     expected = _C.Expected(compiled.program, rows, level, _GAIN, batched_costs, host_costs)
     return _Known(all_of_them, expected, {}, set(), costed)
