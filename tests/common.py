@@ -54,17 +54,22 @@ def every_measured() -> list[Any]:
     return [engine.MEASURED for engine in (tuned, tuned_scan, tuned_vertex)]
 
 
+def tune_afresh(monkeypatch: pytest.MonkeyPatch, folder: Path, tuning: Any) -> Path:
+    """A process that has read nothing, whose `tuning` keeps in `folder` whatever it measures on a machine that does
+    other things, too; until the test ends."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(folder))
+    monkeypatch.setattr(tuning, "_SPREAD", math.inf)
+    for measured in every_measured():
+        monkeypatch.setattr(measured, "entries", None)
+    return folder
+
+
 def tuning_cache(tuning: Any) -> Any:
-    """For a test file's `cache`, a fixture of all its tests: a process that has read nothing, whose `tuning` keeps in
-    that folder whatever it measures on a machine that does other things, too."""
+    """For a test file's `cache`, a fixture of all its tests: the folder of tune_afresh."""
 
     @pytest.fixture(autouse=True)
     def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-        monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-        monkeypatch.setattr(tuning, "_SPREAD", math.inf)
-        for measured in every_measured():
-            monkeypatch.setattr(measured, "entries", None)
-        return tmp_path
+        return tune_afresh(monkeypatch, tmp_path, tuning)
 
     return cache
 
