@@ -14,10 +14,11 @@ from weft._vertex.calls import prepare
 from weft._vertex.runtime import persistent
 from weft.vertex import models
 
-from tests.common import tune_afresh
+from tests.common import tuning_cache
 from tests.vertex.cells import rows
 
 _C = _C.vertex
+cache = tuning_cache(tune)
 LEVEL, GAIN = 1.5, 1.2
 H = 16
 
@@ -125,8 +126,7 @@ def test_auto_takes_what_is_expected_to_be_faster(device, monkeypatch):
         assert not persistent.is_faster(compiled, trees(1), device, True)
 
 
-def test_what_was_measured_groups_the_blocks(device, monkeypatch, tmp_path):
-    tune_afresh(monkeypatch, tmp_path, tune)
+def test_what_was_measured_groups_the_blocks(device):
     one, many = trees(1), trees(512)
     compiled = compiled_of(models.TreeLSTM(256, 256), one)
     parts = [g.parts for g in persistent.geometries(compiled, device)]

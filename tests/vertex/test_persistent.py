@@ -12,13 +12,13 @@ import torch
 import weft
 from torch import nn
 from weft import _C
-from weft._vertex import calls, tune, tuned
+from weft._vertex import calls
 from weft._vertex.calls import prepare
 from weft._vertex.runtime import persistent
 from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
-from tests.common import relative_error, tune_afresh
+from tests.common import relative_error
 from tests.vertex.cells import Messages, Twice, typed
 from tests.vertex.naive import random_dag, random_tree
 from tests.vertex.test_source import MODELS, check_written_kernels
@@ -391,26 +391,6 @@ def test_auto_runs_what_explain_says_by_itself_and_in_a_graph(count):
         assert scripted() == (said.executor == "persistent") and "us in a CUDA graph" in said.reason
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, want[said.executor], strict=True))
-
-
-@pytest.mark.cuda
-def test_tune_finds_how_the_blocks_are_grouped(monkeypatch, tmp_path):
-    tune_afresh(monkeypatch, tmp_path, tune)
-    cell, graphs = models.TreeLSTM(8, 64).cuda(), trees(random.Random(1), 40).to("cuda")
-    x = torch.randn(graphs.num_vertices, 8, device="cuda")
-    before = cell(graphs, x, executor="persistent")
-    found = weft.tune(cell, graphs, x)
-    assert "weft.tune measured" in found.reason
-    compiled = prepare(cell, graphs, x, "batched").compiled
-    parts = {tuned.name_of(g.parts) for g in persistent.geometries(compiled, x.device)}
-    alone = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, True)]
-    assert alone.microseconds.keys() == parts | {"batched"} and len(parts) > 1
-    best = min(parts, key=alone.microseconds.__getitem__)
-    assert persistent.geometry(compiled, graphs, x.device).parts == tuned.parts_of(best)
-    called = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, False)]
-    assert called.microseconds.keys() == {best, "batched", "reference"}
-    assert found.executor == (called.fastest if called.fastest != best else "persistent")
-    torch.testing.assert_close(cell(graphs, x, executor="persistent"), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cuda

@@ -11,6 +11,8 @@ import torch
 import weft
 from weft._vertex import tune as tuning
 from weft._vertex import tuned
+from weft._vertex.calls import prepare
+from weft._vertex.runtime import persistent
 from weft.vertex import models
 
 from tests.common import tuning_cache
@@ -195,3 +197,22 @@ def test_what_only_the_reference_can_is_measured_alone():
     m = cell(lambda h: torch.cumsum(h, 1))
     found = weft.tune(m, GRAPHS, rows())
     assert found.executor == "reference" and "cumsum" in found.reason
+
+
+@pytest.mark.cuda
+def test_tune_finds_how_the_blocks_are_grouped():
+    cell, graphs = models.TreeLSTM(8, 64).cuda(), weft.Graphs.batch([BINARY] * 40).to("cuda")
+    x = torch.randn(graphs.num_vertices, 8, device="cuda")
+    before = cell(graphs, x, executor="persistent")
+    found = weft.tune(cell, graphs, x)
+    assert "weft.tune measured" in found.reason
+    compiled = prepare(cell, graphs, x, "batched").compiled
+    parts = {tuned.name_of(g.parts) for g in persistent.geometries(compiled, x.device)}
+    alone = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, True)]
+    assert alone.microseconds.keys() == parts | {"batched"} and len(parts) > 1
+    best = min(parts, key=alone.microseconds.__getitem__)
+    assert persistent.geometry(compiled, graphs, x.device).parts == tuned.parts_of(best)
+    called = tuned.MEASURED.entries[tuned.key(compiled.functions, True, graphs, False)]
+    assert called.microseconds.keys() == {best, "batched", "reference"}
+    assert found.executor == (called.fastest if called.fastest != best else "persistent")
+    torch.testing.assert_close(cell(graphs, x, executor="persistent"), before, rtol=1e-4, atol=1e-5)
