@@ -295,6 +295,24 @@ def test_captured_parameters_side_by_side() -> None:
 
 
 @device
+@pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch"])
+@pytest.mark.parametrize("setting", [1, (1,)], ids=str)
+def test_one_number_for_both_dimensions(setting: int | tuple[int], schedule: str, device: str) -> None:
+    """Which torch takes for two."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 3, 3, padding=1).to(device) for _ in range(8)]
+    layers[0].stride = layers[1].dilation = setting
+    for layer in layers[4:]:  # as many as are computed together
+        layer.padding = setting
+    results = []
+    x = torch.randn(2, 3, 6, 5, device=device)
+    for net in (ScanSequential(*layers, schedule=schedule), nn.Sequential(*layers)):
+        results.append(torch.autograd.grad(net(x).square().sum(), [*net.parameters()]))
+    for f, w in zip(*results, strict=True):
+        assert_close(f, w, 1e-5)
+
+
+@device
 def test_batched_gradients_of_parameters(device: str) -> None:
     """Which no kernel of one's own may read as if they were plain."""
     net = ScanSequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4), schedule="linear").to(device)

@@ -54,7 +54,16 @@ def is_direct(module: nn.Module, input: Tensor) -> bool:
         return False
     if weight is None or weight.dtype is not input.dtype or input.dim() != (2 if kind is nn.Linear else weight.dim()):
         return False
-    return kind is nn.Linear or (own["padding_mode"] == "zeros" and type(own["padding"]) is tuple)
+    if kind is nn.Linear:
+        return True
+    if own["padding_mode"] != "zeros":
+        return False
+    # torch takes one number for all dimensions, too.
+    stride, padding, dilation = own["stride"], own["padding"], own["dilation"]
+    return (
+        type(stride) is type(padding) is type(dilation) is tuple
+        and len(stride) == len(padding) == len(dilation) == input.dim() - 2
+    )
 
 
 def forward_of(module: nn.Module, input: Tensor, kept: list[Tensor]) -> tuple[Tensor, Tensor | None]:
