@@ -9,14 +9,12 @@
 
 #include <algorithm>
 
+#include "common/cuda/device_costs.h"
 #include "common/tensor.h"
 #include "scan/chain/cuda/parameter_kernels.h"
 
 namespace weft::scan {
 namespace {
-
-// Multiplications of a layer beyond which torch's tiles are better; fewer where torch may use TF32, which ours do not.
-constexpr double kMostProducts = 2e9, kMostBesideTF32 = 2e8;
 
 // Whether the memory of a tensor is its numbers, of which nobody else keeps an account.
 bool is_plain(const at::Tensor& t) {
@@ -58,7 +56,8 @@ bool takes_parameter_kernels(const Layer& l) {
   const double products = double(l.weight.numel()) * double(l.grad.numel()) / double(l.weight.size(0));
   const at::Float32Op op = l.conv ? at::Float32Op::CONV : at::Float32Op::MATMUL;
   const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
-  return products <= (tf32 ? kMostBesideTF32 : kMostProducts);
+  const costs::Table& most = device_costs(l.input.device().index()).table("scan.parameter_gradients");
+  return products <= most(tf32 ? "products_beside_tf32" : "products");
 }
 
 std::vector<LayerGradient> parameter_gradients(const std::vector<const Layer*>& layers) {
