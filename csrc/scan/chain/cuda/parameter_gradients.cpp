@@ -48,7 +48,7 @@ bool takes_parameter_kernels(const Layer& l) {
     if (l.conv->groups != 1 || l.input.dim() < 3 || l.input.dim() > 4) return false;
     for (size_t d = 0; d < l.conv->stride.size(); ++d) {
       const int64_t reach = l.conv->dilation[d] * (l.weight.size(int64_t(d) + 2) - 1);
-      if (std::max({reach, l.conv->padding[d], l.conv->stride[d]}) >= kLargestImage) return false;
+      if (std::max({reach, 2 * l.conv->padding[d], l.conv->stride[d]}) >= kLargestImage) return false;
     }
   } else if (l.input.dim() != 2) {
     return false;

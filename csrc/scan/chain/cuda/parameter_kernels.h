@@ -8,7 +8,8 @@
 namespace weft::scan {
 
 // A convolution of one group in two dimensions; of a linear layer all sizes but channels are 1. Contiguous float32,
-// none of them empty, all below kMostNumbers; sizes, paddings and dilated taps of an image below kLargestImage.
+// none of them empty, at most kMostNumbers each; sizes, strides, dilated taps and twice the paddings of an image are
+// below kLargestImage, so that no position reaches what stands for taps that there are not.
 struct ParameterGradient {
   const float *input, *grad;  // (batch, inputs, size[0], size[1]), (batch, outputs, out[0], out[1])
   float *weight, *bias;       // (outputs, inputs, kernel[0], kernel[1]), (outputs,) or null: not wanted
