@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // Rows and columns of the sums: four from `row` and `column` on, and four half a tile on.
   const int row = threadIdx.x / 8 * 4, column = threadIdx.x % 8 * 4;
-  float sum[8][8] = {}, bias = 0;
+  float sum[8][8] = {}, bias = 0, lost = 0;
   read(begin), put(0);
   __syncthreads();
   for (int at = begin, buffer = 0; at < end; at += kChunk, buffer ^= 1) {
@@ -155,8 +155,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       }
     }
     if (sums_bias) {
+      // Compensated: where all gradients are one number, every sum would be rounded the same way.
+      float next = -lost;
 #pragma unroll
-      for (int k = 0; k < kChunk; ++k) bias += grads[buffer][k][threadIdx.x];
+      for (int k = 0; k < kChunk; ++k) next += grads[buffer][k][threadIdx.x];
+      const float before = bias;
+      bias += next, lost = (bias - before) - next;
     }
     if (more) put(buffer ^ 1);
     __syncthreads();
