@@ -2,9 +2,8 @@
 //
 // axpy      a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
-// short axpy  kShortLanes lanes have a row, where most rows of a have an element or two and few columns: all rows at
-// once
-//           wait for what they look up, instead of one after the other.
+// short axpy  where most rows of a have an element or two and few columns, kShortLanes lanes have a row: all rows wait
+//           at once for what they look up, instead of one after the other.
 // accumulate  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane
 //           looks up the window's part of another row of b; then the warp adds the parts one after the other. Within a
 //           row columns differ, so that no two lanes add to one sum, and a warp waits for nobody.
@@ -115,9 +114,9 @@ __device__ __forceinline__ void accumulate_narrow(const CsrMatmul& m, int64_t a_
       const int64_t e = from + k * groups + lane / room;
       real[k] = false;
       if (e < a_end) {
-        const I j = ints<I>(m.a_col)[e], f = b_crow[j] + I(own);
-        real[k] = f < b_crow[j + 1];
-        if (real[k]) column[k] = b_col[f], product[k] = to_acc(x[e]) * to_acc(y[f]);
+        const I j = ints<I>(m.a_col)[e], begin = b_crow[j];
+        real[k] = I(own) < b_crow[j + 1] - begin;  // without a sum that the largest patterns have no numbers for
+        if (real[k]) column[k] = b_col[begin + I(own)], product[k] = to_acc(x[e]) * to_acc(y[begin + I(own)]);
       }
     }
 #pragma unroll
