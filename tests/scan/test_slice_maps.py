@@ -82,7 +82,8 @@ def check_told(case: Case, A: Tensor, b: Tensor, x0: Tensor | None, value: Tenso
         return
     product = unpack(message[:products].cpu(), torch.float32).view(A.shape[1:])
     want = unpack(pack(*product_of_steps(A, case.T, False, case.transpose, case.reverse), torch.float32), torch.float32)
-    largest = want.abs().amax(-2, keepdim=True)
+    # Of many steps one direction is left, of which a column may hold next to nothing.
+    largest = want.abs().amax(-2 if case.T < 1000 else (-2, -1), keepdim=True)
     least = torch.finfo(torch.float32).tiny  # a chunk's product is one of float32
     assert ((product - want).abs() <= max(BOUND, CUT_OFF * case.T) * largest + least).all()
 
