@@ -18,6 +18,8 @@ from tests.common import DEVICES, assert_close
 from tests.scan.test_scan_sequential import check, gradients, lenet
 
 device = pytest.mark.parametrize("device", DEVICES)
+# Kernels of our own on CUDA, and what torch computes there.
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +138,8 @@ def test_lent_parameters_are_those_of_the_forward_pass(kind, prune: bool, device
 
 
 @device
-def test_layers_that_are_alike_are_computed_together(device: str) -> None:
+@dtypes
+def test_layers_that_are_alike_are_computed_together(dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Conv2d(4, 4, 3, padding=(1, 2), stride=(1, 2), dilation=(1, 2), bias=i < 6) for i in range(2)]
     same = [nn.Conv2d(4, 4, (3, 1), padding=(1, 0), bias=i % 3 > 0) for i in range(12)]
@@ -144,15 +147,16 @@ def test_layers_that_are_alike_are_computed_together(device: str) -> None:
     mixed = [m for conv in same for m in (conv, nn.ReLU())]
     linear = [m for _ in range(5) for m in (nn.Linear(12, 12), nn.Tanh())]
     layers = [*blocks, *mixed, nn.Flatten(), nn.Linear(72, 12), *linear]
-    plain = nn.Sequential(*layers).to(device)
-    scan = ScanSequential(*copy.deepcopy(layers)).to(device)
+    plain = nn.Sequential(*layers).to(device, dtype)
+    scan = ScanSequential(*copy.deepcopy(layers)).to(device, dtype)
     for batch in (1, 3):
-        check(plain, scan, torch.randn(batch, 4, 9, 8, device=device, requires_grad=True))
+        check(plain, scan, torch.randn(batch, 4, 9, 8, device=device, dtype=dtype, requires_grad=True))
 
 
 @device
+@dtypes
 @pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Linear])
-def test_gradients_of_layers_together_are_each_ones_own(kind, device: str) -> None:
+def test_gradients_of_layers_together_are_each_ones_own(kind, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     for batch, bias in ((1, True), (3, False)):
         if kind is nn.Linear:
@@ -163,8 +167,8 @@ def test_gradients_of_layers_together_are_each_ones_own(kind, device: str) -> No
             shape = (batch, 2, 11, 9)[: 2 + dims]
         given, want = [], []
         for module in modules:
-            module.to(device)
-            x = torch.randn(shape, device=device)
+            module.to(device, dtype)
+            x = torch.randn(shape, device=device, dtype=dtype)
             y = module(x)
             g = torch.randn_like(y)
             want.append(torch.autograd.grad(y, list(module.parameters()), g))
@@ -248,15 +252,40 @@ def test_a_layer_that_is_left_to_torch_within_a_chain(monkeypatch) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("needs", [True, False])
+def test_zeros_are_asked_of_what_a_gradient_passes_through(needs: bool, monkeypatch) -> None:
+    class Asked:
+        def __init__(self, modules: list[nn.Module]) -> None:
+            seen.append(modules)
+
+        ask = classmethod(lambda cls, modules: cls(modules))
+
+        def same(self, modules: list[nn.Module]) -> bool:
+            return False
+
+    seen: list[list[nn.Module]] = []
+    monkeypatch.setattr("weft._scan.sequential.Zeros", Asked)
+    monkeypatch.setattr(layer_chain, "_expected", lambda module, *_: (2.0, 1.0) if module.bias.numel() == 3 else (0, 9))
+    monkeypatch.setattr(layer_chain.LeftToTorch, "conclude", lambda *_: None)
+    plain = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 4)
+    )
+    scan = ScanSequential(*copy.deepcopy(plain), prune=True)
+    for _ in range(2):
+        check(plain, scan, torch.randn(2, 1, 8, 8, requires_grad=needs))
+    assert seen == [[], [scan[5], scan[3], *([scan[0]] if needs else [])]]
+
+
 @pytest.mark.cuda
-def test_zeros_are_compared_without_waiting(monkeypatch) -> None:
+@pytest.mark.parametrize("needs", [True, False])
+def test_zeros_are_compared_without_waiting(needs: bool, monkeypatch) -> None:
     """The comparison of a step is asked in its forward pass; torch.equal, which waits, only looks for what changed."""
-    layers = [nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 36, 4)]
+    layers = [nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 4)]
     plain = nn.Sequential(*layers).cuda()
     scan = ScanSequential(*copy.deepcopy(layers), prune=True).cuda()
     for net in (plain, scan):
-        net[0].weight.data[0].zero_()
-    x = torch.randn(2, 1, 8, 8, device="cuda", requires_grad=True)
+        net[2].weight.data[0].zero_()
+    x = torch.randn(2, 1, 8, 8, device="cuda", requires_grad=needs)
     check(plain, scan, x)
     equal, calls = torch.equal, []
     monkeypatch.setattr("weft._sparse.jacobians.torch.equal", lambda *a: calls.append(1) or equal(*a))
@@ -264,19 +293,20 @@ def test_zeros_are_compared_without_waiting(monkeypatch) -> None:
     assert not calls
     for number in (1.0, 0.0):
         for net in (plain, scan):
-            net[0].weight.data[0, 0, 1, 1] = number
+            net[2].weight.data[0, 0, 1, 1] = number
         gradients(scan, x)
         assert calls
         check(plain, scan, x)
 
 
 @pytest.mark.cuda
-def test_captured_parameters_side_by_side() -> None:
+@dtypes
+def test_captured_parameters_side_by_side(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     sizes = [(3, 8), (8, 16), (16, 16), (16, 24)]
     layers = [m for i, o in sizes for m in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU())]
-    net = ScanSequential(*layers, nn.Flatten(), nn.Linear(24 * 64, 5), schedule="linear").cuda()
-    x = torch.randn(4, 3, 8, 8, device="cuda")
+    net = ScanSequential(*layers, nn.Flatten(), nn.Linear(24 * 64, 5), schedule="linear").to("cuda", dtype)
+    x = torch.randn(4, 3, 8, 8, device="cuda", dtype=dtype)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         parameters = list(net.parameters())

@@ -138,7 +138,8 @@ class Zeros:
     They are compared in every step: that a weight's version is the old one does not say that nobody wrote to its .data.
     """
 
-    def __init__(self, weights: list[Tensor], stored: list[Tensor]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], weights: list[Tensor], stored: list[Tensor]) -> None:
+        self._modules = frozenset(modules)
         changed = torch.ops.weft.zeros_changed(weights, stored)
         self._changed = changed.to("cpu", non_blocking=True)  # which torch puts into pinned memory
         self._arrived = torch.cuda.Event()
@@ -160,9 +161,12 @@ class Zeros:
         if not weights or not weights[0].is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         alike = all(w.dtype is weights[0].dtype and w.device == weights[0].device for w in weights)
-        return Zeros(weights, stored) if alike else None
+        return Zeros(modules, weights, stored) if alike else None
 
-    def same(self) -> bool:
+    def same(self, modules: Sequence[nn.Module]) -> bool:
+        """Of these; False, too, where nobody asked of one."""
+        if not self._modules.issuperset(modules):
+            return False
         self._arrived.synchronize()
         return not self._changed.item()
 

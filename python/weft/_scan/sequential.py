@@ -228,6 +228,7 @@ class _Kept:
     def __init__(self) -> None:
         self.left = LeftToTorch()
         self.chains: dict[Any, Any] = {}
+        self.pruned: list[int] = []  # positions of the weights whose zeros the last backward pass had to know
 
 
 _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
@@ -243,7 +244,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx, net: ScanSequential, layers: list[nn.Module], input: Tensor, *parameters: Tensor) -> Tensor:
         direct = not (torch.compiler.is_compiling() or any_autocast() or any(GLOBAL_HOOKS))
         ctx.kept = _kept.setdefault(net, _Kept()) if direct else None
-        ctx.zeros = Zeros.ask(layers) if direct and net.prune else None
+        ctx.zeros = Zeros.ask([layers[i] for i in ctx.kept.pruned if i < len(layers)]) if direct and net.prune else None
         left = ctx.kept.left if direct and net.schedule == "auto" else None
         ctx.records = run(layers, input, left, net.prune, direct)
         if left is not None:
@@ -326,7 +327,10 @@ class _Scan(torch.autograd.Function):
         found, segment = [flat], []
         # While a graph is captured nothing can be compared, and the last zeros are taken.
         capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
-        asked = capturing or (ctx.zeros is not None and ctx.zeros.same())
+        pruned = [r for r in moving if ctx.prune and r.kept and not r.left]
+        asked = capturing or (ctx.zeros is not None and ctx.zeros.same([r.module for r in pruned]))
+        if ctx.kept is not None:
+            ctx.kept.pruned = [r.position for r in pruned]
         compared = (r.module for r in moving if ctx.prune and not (asked and r.kept is not None) and not r.left)
         with zeros_compared(compared) as same:
             settled = asked or same
