@@ -108,6 +108,35 @@ def check_small_tensors_move_together(runtime: Runtime) -> None:
     step.backward()
 
 
+def check_a_small_tensor_that_its_stream_goes_on_reading(runtime: Runtime) -> None:
+    """Saved on a stream that did not allocate it, it leaves when another stream saves: its memory waits for both."""
+    side, current, off = torch.cuda.Stream(), torch.cuda.current_stream(), everything()
+    for _ in range(5):
+        data, other, seen = numbers(3), numbers(1)[0], []
+        y = torch.zeros(1, device="cuda", requires_grad=True)
+        with off:
+            x = data[0].to("cuda", non_blocking=True)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                y = Save.apply(y, x, seen)
+            y = Save.apply(y, data[1].to("cuda", non_blocking=True), seen)
+            runtime.drain(off._engine.streams(0)[0])
+            with torch.cuda.stream(side):
+                late = torch.empty_like(x).copy_(x, non_blocking=True)
+            del x
+            y = Save.apply(y, data[2].to("cuda", non_blocking=True), seen)
+            off._engine.poll()
+            taken = [torch.empty(SIZE, device="cuda") for _ in range(6)]
+            for t in taken:
+                t.copy_(other, non_blocking=True)
+            runtime.drain(current.cuda_stream)
+        with torch.cuda.stream(side):
+            assert torch.equal(late.cpu(), data[0])
+        y.backward()
+        assert all(torch.equal(a, b) for a, b in zip(reversed(seen), data, strict=True))
+        torch.cuda.synchronize()
+
+
 def check_a_small_tensor_that_is_freed_before_it_leaves(runtime: Runtime) -> None:
     """By resize_, and filled again with what it had: it stays where it is, and the next owner of its memory is safe."""
     off = everything()

@@ -477,11 +477,14 @@ void Tracker::move_postponed(EventPtr ready) {
   if (ready == nullptr) ready = engine.mover->record_on(postponed_on_);
   if (ready == nullptr) return;
   std::vector<std::vector<std::shared_ptr<Transfer>>> transfers(joint.size());
+  const bool elsewhere = engine.mover->stream(residency.device) != postponed_on_;
   engine.mover->begin_joint();
   try {
     for (size_t i = 0; i < joint.size(); ++i) {
       Block& b = *joint[i].first;
-      if (may_move(b)) transfers[i] = start(b, b.source, b.runs, b.dtype, Codec::none, ready, joint[i].second, 0);
+      if (!may_move(b)) continue;
+      if (elsewhere) engine.mover->used_on(b.source, postponed_on_);  // as in move
+      transfers[i] = start(b, b.source, b.runs, b.dtype, Codec::none, ready, joint[i].second, 0);
     }
   } catch (...) {
     engine.mover->end_joint();
