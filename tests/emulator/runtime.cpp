@@ -6,7 +6,8 @@
 // bytes. A query says no, until told to let time pass (emulated_drain). An operation takes a microsecond. Kernels do
 // nothing, but for those of zero-value compression, which are done by plain loops. Memory is filled with 0xff when it
 // is given out, and when it is freed, so that who reads behind a free sees NaN. What a capture forbids is refused: a
-// wait or a query across its border.
+// wait or a query across its border, and while another thread captures, what may wait or allocates, unless the calling
+// thread's mode is relaxed.
 //
 // Every call is counted by its name.
 #include <cuda_runtime_api.h>
@@ -53,7 +54,9 @@ std::map<std::string, int64_t> calls;
 std::map<char*, size_t> host_memory, device_memory;
 std::map<const void*, std::string> kernels;
 int64_t refuse_host = 0, refuse_device = 0, errors = 0, waits = 0, forget = 0;
+bool captured_elsewhere = false;  // by another thread, in the mode that forbids most
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -112,6 +115,10 @@ void copy(void* to, const void* from, size_t bytes) {
   const Lock lock(mutex);                       \
   static int64_t& count_of_calls = calls[name]; \
   ++count_of_calls
+#define ALLOWED()                                                           \
+  if (captured_elsewhere && capture_mode != cudaStreamCaptureModeRelaxed) { \
+    return ++errors, done(cudaErrorStreamCaptureUnsupported);               \
+  }
 
 extern "C" {
 
@@ -130,6 +137,9 @@ void emulated_drain(void* stream) {
 }
 void emulated_capture(void* stream, bool begin) {
   of(static_cast<cudaStream_t>(stream)).captured = begin;
+}
+void emulated_capture_elsewhere(bool begin) {
+  captured_elsewhere = begin;
 }
 // Lets every so-manieth wait of a stream be none; 0 for none.
 void emulated_forget(int64_t every) {
@@ -249,6 +259,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 
 cudaError_t cudaMalloc(void** data, size_t bytes) {
   CALL("Malloc");
+  ALLOWED();
   if (refuse_device > 0 && refuse_device-- > 0) return done(cudaErrorMemoryAllocation);
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*data, 0xff, bytes);
@@ -265,6 +276,7 @@ cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned,
 }
 cudaError_t cudaFree(void* data) {
   CALL("Free");
+  ALLOWED();
   if (data == nullptr) return cudaSuccess;
   run_all();
   std::memset(data, 0xff, device_memory[static_cast<char*>(data)]);
@@ -277,6 +289,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned) {
   CALL("HostAlloc");
+  ALLOWED();
   if (refuse_host > 0 && refuse_host-- > 0) return done(cudaErrorMemoryAllocation);
   *data = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(*data, 0xff, bytes);
@@ -285,6 +298,7 @@ cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned) {
 }
 cudaError_t cudaFreeHost(void* data) {
   CALL("FreeHost");
+  ALLOWED();
   run_all();
   host_memory.erase(static_cast<char*>(data));
   std::free(data);
@@ -292,12 +306,14 @@ cudaError_t cudaFreeHost(void* data) {
 }
 cudaError_t cudaHostRegister(void* data, size_t bytes, unsigned) {
   CALL("HostRegister");
+  ALLOWED();
   if (refuse_host > 0) return done(cudaErrorMemoryAllocation);
   host_memory[static_cast<char*>(data)] = bytes;
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* data) {
   CALL("HostUnregister");
+  ALLOWED();
   run_all();
   host_memory.erase(static_cast<char*>(data));
   return cudaSuccess;
@@ -381,6 +397,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CALL("StreamSynchronize");
+  ALLOWED();
   if (of(stream).captured) return done(cudaErrorStreamCaptureUnsupported);
   return run(of(stream)), cudaSuccess;
 }
@@ -398,7 +415,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   CALL("ThreadExchangeStreamCaptureMode");
-  return *mode = cudaStreamCaptureModeGlobal, cudaSuccess;
+  return std::swap(*mode, capture_mode), cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
   CALL("StreamWaitEvent");
@@ -434,12 +451,14 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   CALL("EventQuery");
+  ALLOWED();
   const Event& event = *reinterpret_cast<Event*>(handle);
   if (event.captured) return ++errors, done(cudaErrorCapturedEvent);
   return !event.recorded || event.at.stream->done >= event.at.position ? cudaSuccess : done(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   CALL("EventSynchronize");
+  ALLOWED();
   const Event& event = *reinterpret_cast<Event*>(handle);
   if (event.recorded) run_to(*event.at.stream, event.at.position);
   return cudaSuccess;

@@ -20,14 +20,16 @@ enter_by_pace = Pace.enter
 
 
 def check_rates_that_cannot_be_measured(runtime: Runtime) -> None:
-    """For want of memory are measured the next time. The first check: what is measured holds for the process."""
+    """For want of memory are measured the next time, also while another thread captures a graph, which they do not end.
+    The first check: what is measured holds for the process."""
     refuse = _C._testing.offload_refuse
     off, (data,) = offload(0, min_bytes=0, keep_last=0, compress=None), numbers(1)
     for refused in ({}, {"host": 1 << 40}, {"device": 1 << 40}, {}):
         assert off._planner.links == {}
         with contextlib.ExitStack() as stack:
             refuse(**refused)
-            stack.enter_context(off)
+            with runtime.capture_elsewhere():
+                stack.enter_context(off)
             refuse()
             seen: list[Tensor] = []
             y = torch.zeros(1, device="cuda", requires_grad=True)

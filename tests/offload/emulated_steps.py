@@ -4,6 +4,7 @@ back. Kernels do nothing there: what is saved is copied to the device, and what 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 
@@ -34,6 +35,15 @@ class Runtime:
     def capture(self, begin: bool) -> None:
         """As if the current stream were captured into a graph."""
         self._library.emulated_capture(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), begin)
+
+    @contextlib.contextmanager
+    def capture_elsewhere(self):
+        """As if another thread captured a graph, in the mode that forbids other threads most."""
+        self._library.emulated_capture_elsewhere(True)
+        try:
+            yield
+        finally:
+            self._library.emulated_capture_elsewhere(False)
 
     def forget(self, every: int) -> None:
         """Lets one of so many waits of a stream be none."""

@@ -39,6 +39,8 @@ void free_buffer(void* data, const std::shared_ptr<void>& busy) {
 std::pair<double, double> measure(c10::DeviceIndex device) {
   constexpr int64_t kBytes = 16 << 20;  // no longer than the step beside it can do without the driver
   const c10::cuda::CUDAGuard guard(device);
+  // Another thread may be capturing, whose capture an allocation would end.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   const auto stream = c10::cuda::getStreamFromPool(true, device);
   const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), free_pinned);
   if (host == nullptr) return {0, 0};

@@ -126,6 +126,7 @@ void CudaEvent::make_wait_after_free(cudaStream_t stream) const {
 }
 
 void CudaEvent::synchronize() const {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // as a query
   if (!completed_) cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
   completed_ = true;
 }
