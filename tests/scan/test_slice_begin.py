@@ -110,6 +110,7 @@ def test_opcheck() -> None:
     grad = torch.randn_like(b)
     for end in (None, x0):
         opcheck(ops.slice_begin_gradients, (grad, x0, end, A, x, x0, False, False, end is None))
+        opcheck(ops.slice_begin_gradients, (grad, x0, end, A, x, None, True, False, end is None))
         grad_A, grad_b, message = ops.slice_begin_gradients(grad, None, end, A, x, x0, False, False, True)
         gathered = torch.stack((message, message))
         opcheck(ops.slice_finish_gradients_, (grad_b, grad_A, A, x, x0, gathered, products, 0, False))

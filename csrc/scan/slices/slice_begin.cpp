@@ -44,7 +44,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slice_begin_gradients(const at::T
   if (!of_A) grad_A = at::empty({0}, grad.options());
   at::Tensor given = grad_start;
   if (first) {
-    given = grad_entered ? *grad_entered : at::zeros(grad.sizes().slice(1), grad.options());
+    given = at::zeros(grad.sizes().slice(1), grad.options());
   } else if (grad_entered) {
     given = at::add(*grad_entered, grad_start);
   }

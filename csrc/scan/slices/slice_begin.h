@@ -11,7 +11,8 @@
 //            rank's share of that of the whole's end
 //   start    (B, H), the state before the slice, or none for zeros; given on all ranks but the first
 //   grad_A, grad_b  (T, B, H), where the state that leaves has no gradient; grad_A is empty without of_A
-//   message  (1, B, H) or (2, B, H), for slice_left: what the slice gives to the state before it, and grad_end
+//   message  (1, B, H) or (2, B, H), for slice_left: what the slice gives to the state before it, zeros on the first
+//            rank, where nobody asks, and grad_end
 //
 // Deterministic; no autograd of their own: weft::slice_scan has it. Errors as of the ops that they are made of.
 // Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
