@@ -206,6 +206,24 @@ def test_gradients_of_gradients(team: Team, layout: str) -> None:
         team.run(_second, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
 
 
+def _second_of_the_start(rank: int) -> None:
+    sizes = [3, 0, 5, 1]
+    A, b, x0 = (t.double() for t in LinearScan(9, 2, 3, "diagonal").inputs(device=device()))
+
+    def second(op, A, b, x0):
+        (first,) = torch.autograd.grad(op(A, b, x0).pow(3).sum(), x0, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x0)[0]
+
+    want = second(linear_scan, A, b, x0.clone().requires_grad_())
+    got = second(wd.linear_scan, cut(A, sizes, rank), cut(b, sizes, rank), x0.clone().requires_grad_())
+    assert_close(got, want * (rank == 0), 1e-12)
+
+
+def test_gradients_of_gradients_of_the_start_alone(team: Team) -> None:
+    """Which the first rank has, and for which the others join."""
+    team.run(_second_of_the_start)
+
+
 def _second_in_bfloat16(rank: int) -> None:
     sample, sizes = LinearScan(200, 2, 3, "diagonal"), [60, 0, 90, 50]
     inputs = sample.inputs(torch.bfloat16, device())

@@ -653,6 +653,8 @@ class _Scan(torch.autograd.Function):
         grad_x0 = None
         if wanted[2]:
             grad_x0 = grad_start.sum_to_size(x0.shape) if part.order == 0 else torch.zeros_like(x0)
+            if part.order > 0 and torch.is_grad_enabled():
+                grad_x0 = grad_x0 + grad_start[:0].sum()  # of nothing: this rank joins in what follows from it, too
         grads = (grad_A, grad_b, grad_x0, left)
         return (*(g if w else None for g, w in zip(grads, wanted, strict=False)), None, None)
 
