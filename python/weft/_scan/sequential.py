@@ -392,7 +392,8 @@ class ScanSequential(nn.Sequential):
             pruned net costs what its non-zeros cost. A change in the set of zeros is noticed at the next step.
 
     Forward gives the same values and draws the same random numbers as ``nn.Sequential``; so do the gradients, up to
-    rounding: all gradients along the chain by ``chain_backward``, then the parameters' by each layer's own autograd.
+    rounding: all gradients along the chain, as by ``chain_backward``, then the parameters', which no longer wait for
+    each other: those of small layers together, the others by each layer's own autograd.
     Without gradients to compute, under ``torch.func`` and in forward mode it is ``nn.Sequential``, whatever the layers.
 
     Raises, in a forward pass with gradients to compute:
