@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -299,6 +302,32 @@ def test_capture() -> None:
     x.grad.zero_()
     run()
     assert torch.equal(x.grad, plain_gradient(x)) and numbers(off)["moved_bytes"] > 0
+
+
+@cuda
+def test_what_plans_ends_no_capture_of_another_thread() -> None:
+    """It measures the bus, once for a process, and pins memory."""
+    code = """
+        import threading
+        import torch
+        from weft.offloading import offload
+
+        x, engine, found = torch.randn(1000, device="cuda"), offload()._engine, []
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = 2 * x
+            plans = threading.Thread(target=lambda: found.extend((engine.rates(0), engine.add_host(0, 40 << 20))))
+            plans.start()
+            plans.join()
+            y += 1
+        (out, back), pinned = found
+        assert out > 0 and back > 0 and pinned
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, 2 * x + 1)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.cuda(devices=2)
