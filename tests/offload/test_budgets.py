@@ -404,6 +404,16 @@ def test_without_a_budget_no_use_waits_for_a_plan(monkeypatch: pytest.MonkeyPatc
     assert not memory.waiting and memory.planned[1].paced
 
 
+def test_a_plan_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    planner, memory = Planner(Engine(lambda: False), None, None, "copy", 0), Memory()
+    planner.plan_from(memory, finished_use(0))
+    assert not memory.waiting and memory.planned[0].link == Link(2e10, 1e10)
+
+
 def test_a_plan_ends_with_its_object() -> None:
     """What asks for host memory stops at the next piece."""
     planner: list[Planner] = []

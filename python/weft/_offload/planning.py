@@ -346,5 +346,8 @@ def in_background(make: Callable[[], _T]) -> Future[_T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="weft-offload-plan").start()
+    try:
+        threading.Thread(target=run, name="weft-offload-plan").start()
+    except RuntimeError:  # there are no more threads, as at the end of the process: this one waits
+        run()
     return future
