@@ -338,12 +338,16 @@ def test_graphs_on_their_way_to_a_device_are_planned_for_the_functions_last_used
 
 
 @pytest.mark.cuda
-def test_graphs_are_sent_with_their_schedules():
+@pytest.mark.parametrize("executor", ["batched", "persistent"])
+def test_graphs_are_sent_with_their_schedules(executor, monkeypatch):
+    monkeypatch.setattr(schedule, "_recent", {})
     cell, x = models.TreeLSTM(3, 2).cuda(), rows(BINARY).cuda()
-    want = cell(BINARY.cuda(), x)
+    want = cell(BINARY.cuda(), x, executor=executor)
     there = weft.Graphs.from_children([[[], [], [0, 1]]]).pin_memory().to("cuda", non_blocking=True)
-    assert len(there._plans) >= 1 and all(plan._resident._copy is not None for plan in there._kept.values())
-    assert torch.equal(cell(there, x), want)
+    (plan,) = there._kept.values()
+    sent = plan if executor == "batched" else plan._scripted[-1]
+    assert sent._resident._copy is not None
+    assert torch.equal(cell(there, x, executor=executor), want)
 
 
 def test_a_copy_that_shares_what_was_compiled_runs_with_its_own_weights():
