@@ -110,7 +110,9 @@ struct ResidentProduct {
                                              const Source& source, const Store& store) {
     int first = 0;
     if constexpr (kMostGroups > 1) {
-      if (count > 8) many<kMostGroups>(first, count, 8, rank, weights, partials, source, store);
+      for (; count - first > 8; first += kMostGroups * 8) {
+        some<kMostGroups>(first, count, rank, weights, partials, source, store, [] {});
+      }
     }
     for (; first < count; first += 8) {
       few(first, count, rank, weights, partials, source, store, [] {});
@@ -157,10 +159,8 @@ struct ResidentProduct {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) from[r] = r < rows ? source(first + r) : nullptr;
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
-      Asked<kBatch, kRows> b;
-      b.ask(batch, from);
-      if (batch == 0) between();
-      b.wait(batch, from);
+      FourOf<E> b[kBatch][kRows];
+      read<kBatch, kRows>(batch, from, b, between);
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
         const int chunk = warp + (batch + c) * kWarps;
@@ -174,7 +174,7 @@ struct ResidentProduct {
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-              for (int e = 0; e < 4; ++e) d[tile][half][r] = fmaf(w.x[e], b.x[c][r].x[e], d[tile][half][r]);
+              for (int e = 0; e < 4; ++e) d[tile][half][r] = fmaf(w.x[e], b[c][r].x[e], d[tile][half][r]);
             }
           }
         }
@@ -199,63 +199,55 @@ struct ResidentProduct {
     });
   }
 
-  // Of kBatch chunks of kGroups rows what the lane has.
-  template <int kBatch, int kGroups>
-  struct Asked {
-    FourOf<E> x[kBatch][kGroups];
-    bool missing[kBatch][kGroups];
-
-    // Zeros where there is no row.
-    __device__ __forceinline__ void ask(int batch, const E* const (&from)[kGroups]) {
+  // Neighbours of kGroups rows, of which the lane has some; zeros where there is no row. The first are asked for before
+  // between(), and waited for after it.
+  template <int kBatch, int kGroups, typename Between>
+  static __device__ __forceinline__ void read(int batch, const E* const (&from)[kGroups],
+                                              FourOf<E> (&b)[kBatch][kGroups], const Between& between) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool missing[kBatch][kGroups] = {};
 #pragma unroll
-      for (int c = 0; c < kBatch; ++c) {
-        const int k = inner(batch + c);
+    for (int c = 0; c < kBatch; ++c) {
+      const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          missing[c][g] = false;
-          if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
-            if constexpr (kPublished) {
-              missing[c][g] = ResidentProduct::ask(from[g] + k, x[c][g]);
-            } else {
-              x[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
-            }
+      for (int g = 0; g < kGroups; ++g) {
+        if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
+          if constexpr (kPublished) {
+            missing[c][g] = ask(from[g] + k, b[c][g]);
           } else {
+            b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+          }
+        } else {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              x[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
-            }
+          for (int e = 0; e < 4; ++e) {
+            b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
           }
         }
       }
     }
-
-    __device__ __forceinline__ void wait(int batch, const E* const (&from)[kGroups]) {
-      if constexpr (kPublished) {
-        const auto any = [&] {
-          bool found = false;
+    if (batch == 0) between();
+    if constexpr (kPublished) {
+      const auto any = [&] {
+        bool found = false;
 #pragma unroll
-          for (int c = 0; c < kBatch; ++c) {
+        for (int c = 0; c < kBatch; ++c) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
-          }
-          return found;
-        };
-        // All that are missing at once: one after the other costs a round trip each.
-        while (__any_sync(~0u, any())) {
+          for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
+        }
+        return found;
+      };
+      // All that are missing at once: one after the other costs a round trip each.
+      while (__any_sync(~0u, any())) {
 #pragma unroll
-          for (int c = 0; c < kBatch; ++c) {
+        for (int c = 0; c < kBatch; ++c) {
 #pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              if (missing[c][g]) missing[c][g] = ResidentProduct::ask(from[g] + inner(batch + c), x[c][g]);
-            }
+          for (int g = 0; g < kGroups; ++g) {
+            const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+            if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
           }
         }
       }
     }
-  };
-  // The first of the lane's neighbours in a chunk of the warp.
-  static __device__ __forceinline__ int inner(int of_warp) {
-    return (int(threadIdx.x / 32) + of_warp * kWarps) * 16 + int(threadIdx.x % 4) * 4;
   }
 
   // Adds up what the warps have of `rows` rows, some tiles at a time: write(begin, end, pitch) puts what this one has
@@ -315,128 +307,71 @@ struct ResidentProduct {
     }
   }
 
-  // Independent sums, or each product would wait for the one before.
-  static constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1;
-  static constexpr int sums_of(int groups) {
-    return kTiles * groups == 1 ? 2 * kTerms : 1;
-  }
-  // Chunks that are loaded together, and whether there is room for the next rows' while these are multiplied.
-  static constexpr int batch_of(int groups) {
-    return kOfWarp < 8 / groups ? kOfWarp : 8 / groups;
-  }
-  static constexpr bool looks_ahead(int groups) {
-    return batch_of(groups) == kOfWarp && kOfWarp * groups <= 4;
-  }
-
-  // Of 8 * kGroups rows from `first` on those whose elements the lane loads.
-  template <int kGroups, typename Source>
-  static __device__ __forceinline__ void rows_of(int first, int count, const Source& source,
-                                                 const E* (&from)[kGroups]) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int row = first + g * 8 + int(threadIdx.x % 32) / 4;
-      from[g] = row < count ? source(row) : nullptr;
-    }
-  }
-
-  // All of so many rows at a time, as long as more than `left` are left.
-  template <int kGroups, typename Source, typename Store>
-  static __device__ __forceinline__ void many(int& first, int count, int left, int rank, const FourOf<E>* weights,
-                                              float* partials, const Source& source, const Store& store) {
-    if constexpr (looks_ahead(kGroups)) {
-      const E* from[kGroups];
-      Asked<kOfWarp, kGroups> next;
-      rows_of<kGroups>(first, count, source, from);
-      next.ask(0, from);
-      for (; count - first > left; first += kGroups * 8) {
-        next.wait(0, from);
-        const Asked<kOfWarp, kGroups> b = next;
-        rows_of<kGroups>(first + kGroups * 8, count, source, from);
-        next.ask(0, from);
-        float d[kTiles][kGroups][sums_of(kGroups)][4] = {};
-        multiply<kOfWarp, kGroups>(0, b, weights, d);
-        put<kGroups>(first, count, rank, partials, store, d);
-      }
-    } else {
-      for (; count - first > left; first += kGroups * 8) {
-        some<kGroups>(first, count, rank, weights, partials, source, store, [] {});
-      }
-    }
-  }
-
   // 8 * kGroups rows from `first` on.
   template <int kGroups, typename Source, typename Store, typename Between>
   static __device__ __forceinline__ void some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
                                               const Source& source, const Store& store, const Between& between) {
-    constexpr int kBatch = batch_of(kGroups);
-    float d[kTiles][kGroups][sums_of(kGroups)][4] = {};
-    const E* from[kGroups];
-    rows_of<kGroups>(first, count, source, from);
-    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
-      Asked<kBatch, kGroups> b;
-      b.ask(batch, from);
-      if (batch == 0) between();
-      b.wait(batch, from);
-      multiply<kBatch, kGroups>(batch, b, weights, d);
-    }
-    put<kGroups>(first, count, rank, partials, store, d);
-  }
-
-  template <int kBatch, int kGroups, int kSums>
-  static __device__ __forceinline__ void multiply(int batch, const Asked<kBatch, kGroups>& b, const FourOf<E>* weights,
-                                                  float (&d)[kTiles][kGroups][kSums][4]) {
+    // Independent sums, or each product would wait for the one before.
+    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles * kGroups == 1 ? 2 * kTerms : 1;
+    constexpr int kBatch = kOfWarp < 8 / kGroups ? kOfWarp : 8 / kGroups;  // chunks that are loaded together
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rows = min(count - first, 8 * kGroups);
+    float d[kTiles][kGroups][kSums][4] = {};
+    const E* from[kGroups];
 #pragma unroll
-    for (int c = 0; c < kBatch; ++c) {
-      const int chunk = warp + (batch + c) * kWarps;
-      if (chunk >= kChunks) break;
-      u32 b_high[kGroups][4], b_low[kGroups][4];
+    for (int g = 0; g < kGroups; ++g) {
+      const int row = g * 8 + lane / 4;
+      from[g] = row < rows ? source(first + row) : nullptr;
+    }
+    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
+      FourOf<E> b[kBatch][kGroups];
+      read<kBatch, kGroups>(batch, from, b, between);
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        if constexpr (kMultiply == Multiply::kHalf) {
-          b_high[g][0] = pair(b.x[c][g], 0), b_high[g][1] = pair(b.x[c][g], 1);
-        } else {
+      for (int c = 0; c < kBatch; ++c) {
+        const int chunk = warp + (batch + c) * kWarps;
+        if (chunk >= kChunks) break;
+        u32 b_high[kGroups][4], b_low[kGroups][4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) split(float(b.x[c][g].x[e]), b_high[g][e], b_low[g][e]);
+        for (int g = 0; g < kGroups; ++g) {
+          if constexpr (kMultiply == Multiply::kHalf) {
+            b_high[g][0] = pair(b[c][g], 0), b_high[g][1] = pair(b[c][g], 1);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) split(float(b[c][g].x[e]), b_high[g][e], b_low[g][e]);
+          }
         }
-      }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
-        FourOf<E> lower{};
-        if (has(tile, 1)) lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
-        if constexpr (kMultiply == Multiply::kHalf) {
-          const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
+          FourOf<E> lower{};
+          if (has(tile, 1)) lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
+          if constexpr (kMultiply == Multiply::kHalf) {
+            const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) mma_half(d[tile][g][c % kSums], a, b_high[g]);
-          continue;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          u32 high[4], low[4];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            split(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
-            split(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+            for (int g = 0; g < kGroups; ++g) mma_half(d[tile][g][c % kSums], a, b_high[g]);
+            continue;
           }
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            float(&sums)[kSums][4] = d[tile][g];
-            if constexpr (kTerms == 3) {
-              mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high[g] + 2 * half);
-              mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low[g] + 2 * half);
+          for (int half = 0; half < 2; ++half) {
+            u32 high[4], low[4];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              split(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
+              split(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
             }
-            mma_tf32(sums[half * kTerms % kSums], high, b_high[g] + 2 * half);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              float(&sums)[kSums][4] = d[tile][g];
+              if constexpr (kTerms == 3) {
+                mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high[g] + 2 * half);
+                mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low[g] + 2 * half);
+              }
+              mma_tf32(sums[half * kTerms % kSums], high, b_high[g] + 2 * half);
+            }
           }
         }
       }
     }
-  }
-
-  template <int kGroups, int kSums, typename Store>
-  static __device__ __forceinline__ void put(int first, int count, int rank, float* partials, const Store& store,
-                                             const float (&d)[kTiles][kGroups][kSums][4]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = min(count - first, 8 * kGroups);
     finish<kGroups>(first, rows, rank, partials, store, [&](int begin, int end, int pitch) {
 #pragma unroll
       for (int tile = begin; tile < end; ++tile) {
