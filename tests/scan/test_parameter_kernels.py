@@ -39,7 +39,7 @@ CASES = [
     Case(2, 16, 3, (30, 4), (4, 4), stride=(3, 1), padding=(0, 3)),
     Case(37, 1, 1),
 ]
-EQUAL = [Case(2, 1, 1, (160, 160), gradient=1 / 3e4)]  # alone, so that a part has many positions
+EQUAL = [Case(3, 1, 1, (160, 160), gradient=1 / 3e4)]  # alone, so that a part has many positions
 
 
 def gradients(case: Case) -> tuple[list[int], list[Tensor], list[Tensor]]:

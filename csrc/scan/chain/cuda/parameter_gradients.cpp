@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "common/cuda/device_costs.h"
+#include "common/integers.h"
 #include "common/tensor.h"
 #include "scan/chain/cuda/parameter_kernels.h"
 
@@ -53,7 +54,10 @@ bool takes_parameter_kernels(const Layer& l) {
   } else if (l.input.dim() != 2) {
     return false;
   }
-  const double products = double(l.weight.numel()) * double(l.grad.numel()) / double(l.weight.size(0));
+  // Of whole tiles, however little of one a layer fills.
+  const auto tiles = [](int64_t n) { return double(kGradientTile) * double(ceil_div(n, kGradientTile)); };
+  const int64_t outputs = l.weight.size(0);
+  const double products = tiles(outputs) * tiles(l.weight.numel() / outputs) * double(l.grad.numel() / outputs);
   const at::Float32Op op = l.conv ? at::Float32Op::CONV : at::Float32Op::MATMUL;
   const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
   const costs::Table& most = device_costs(l.input.device().index()).table("scan.parameter_gradients");

@@ -21,12 +21,12 @@
 namespace weft::scan {
 namespace {
 
-constexpr int kTile = 64, kThreads = 64, kChunk = 8;
-constexpr int kOwn = kTile / kChunk;          // rows, or columns, of a thread
-constexpr int kRow = kTile + 4;               // floats of a position in shared memory: a warp's writes lie apart
-constexpr int kPart = kTile * kTile + kTile;  // floats of a tile's part, its bias last
-constexpr int kFewest = 64, kMostParts = 32;  // positions of a block, and blocks of a tile
-constexpr int kBlocks = 8;                    // of a multiprocessor, as registers allow
+constexpr int kTile = kGradientTile, kThreads = 64, kChunk = 8;
+constexpr int kOwn = kTile / kChunk;           // rows, or columns, of a thread
+constexpr int kRow = kTile + 4;                // floats of a position in shared memory: a warp's writes lie apart
+constexpr int kPart = kTile * kTile + kTile;   // floats of a tile's part, its bias last
+constexpr int kFewest = 64, kMostParts = 256;  // positions of a block, and blocks of a tile
+constexpr int kBlocks = 8;                     // of a multiprocessor, as registers allow
 constexpr int kReduced = kTile * kTile / 4 / kThreads;  // blocks that add up a tile's parts; one more for the bias
 
 struct Work {

@@ -16,6 +16,7 @@ struct ParameterGradient {
   int batch, inputs, outputs;
   int size[2], out[2], kernel[2], stride[2], padding[2], dilation[2];
 };
+constexpr int kGradientTile = 64;  // output channels, and taps of input channels, that are computed together
 constexpr int64_t kMostNumbers = int64_t(1) << 30, kLargestImage = 1 << 14;
 
 // Memory on the device that is the caller's until its work on the stream is done.
