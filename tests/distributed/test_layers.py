@@ -120,6 +120,7 @@ OPTIONS = [
     {"num_layers": 2, "batch_first": True},
     {"bidirectional": True},
     {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
+    {"algorithm": "newton"},
 ]
 
 
@@ -160,9 +161,11 @@ def test_layers_of_channels_by_themselves(team: Team, kind: str, given: bool) ->
         team.run(_beside_one_process, kind, {}, LONG, given, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
-def test_slices_that_forget(team: Team, kind: str) -> None:
-    options = {"bidirectional": True} | ({"return_cells": True} if kind == "LSTM" else {"nonlinearity": "relu"})
+@pytest.mark.parametrize("algorithm", ["auto", "newton"])
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_slices_that_forget(team: Team, kind: str, algorithm: str) -> None:
+    own = {"RNN": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {"return_cells": True}}[kind]
+    options = {"bidirectional": True, "algorithm": algorithm} | own
     team.run(_beside_one_process, kind, options, LONG, True, torch.float32, 1e-5)
     team.run(_beside_one_process, kind, options, LONG, True, torch.float64, 1e-12)
 

@@ -111,12 +111,12 @@ class OverRanks:
         return input.device.type in halved and takes_halves(cell, input.dtype, hidden)
 
     def walk(
-        self, cell: str, backward: str, halves: bool, reverse: bool, saves: bool, keeps_cells: bool, input: Tensor,
-        state: Tensor, weights: list[Tensor],
+        self, cell: str, first: str, backward: str, halves: bool, reverse: bool, saves: bool, keeps_cells: bool,
+        input: Tensor, state: Tensor, weights: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """What :func:`walk_slices` returns."""
         return walk_slices(
-            Direction(self.ranks, cell, backward, halves and not keeps_cells, reverse, saves, keeps_cells),
+            Direction(self.ranks, cell, first, backward, halves and not keeps_cells, reverse, saves, keeps_cells),
             input,
             state,
             weights,

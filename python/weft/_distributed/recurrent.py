@@ -27,8 +27,10 @@ class Direction(NamedTuple):
 
     ranks: Ranks
     cell: str
+    first: str
+    """How weft::rnn walks a slice for the first time: in chunks by "newton", or as `backward`."""
     backward: str
-    """How weft::rnn goes back: "persistent" or "scan"."""
+    """How it goes back, and walks what is walked again: "persistent" or "scan"."""
     halves: bool
     """Whether that is by a scan that is cut where ranks exchange, in the place of rounds."""
     reverse: bool
@@ -47,11 +49,11 @@ class _Walk(NamedTuple):
     """``(states, B, H)``: h, and c of an LSTM."""
 
 
-def _walk(direction: Direction, input: Tensor, start: Tensor, weights: list[Tensor]) -> _Walk:
+def _walk(direction: Direction, how: str, input: Tensor, start: Tensor, weights: list[Tensor]) -> _Walk:
     h, *c = start.unsqueeze(1).unbind()
     output, h_n, c_n, cells, gates = _rnn(
         input, h, c[0] if c else None, weights, None, cell=direction.cell, keep_cells=bool(c), save=direction.saves,
-        backward=direction.backward,
+        backward=how,
     )  # fmt: skip
     return _Walk(output, cells, gates, torch.cat((h_n, c_n) if c else (h_n,)))
 
@@ -61,7 +63,7 @@ def _walk_again(direction: Direction, input: Tensor, start: Tensor, weights: lis
     lstm, batch = start.size(0) == 2, input.size(1)
 
     def block(steps: slice, start: Tensor) -> tuple[Tensor, Tensor]:
-        part = _walk(direction, input[steps], start, weights)
+        part = _walk(direction, direction.backward, input[steps], start, weights)
         parts = (walk.output, walk.cells) if lstm else (walk.output,)
         there = torch.cat([t[steps][-1:].to(part.end.dtype) for t in parts])
         walk.output[steps] = part.output
@@ -84,7 +86,7 @@ class _Slice(torch.autograd.Function):
         weights = list(weights)
         if direction.reverse:
             input = input.flip(0)
-        walk = _walk(direction, input, state, weights)
+        walk = _walk(direction, direction.first, input, state, weights)
 
         def again(start: Tensor) -> Tensor:
             nonlocal walk

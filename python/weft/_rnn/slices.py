@@ -57,11 +57,11 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
     input, state, weights, cell = runs.in_one_dtype(call)
     over.check(name, input.size(1), layer.hidden_size, input)
     lstm, directions = cell == "lstm", 2 if layer.bidirectional else 1
-    # A slice is walked as it is: what chunks of it would begin with comes from another rank.
     chosen = choice.choose_cached(layer._algorithm, call.case)[0]
     # What every rank has to do alike does not depend on the length of its slice.
     halves = layer._algorithm in ("auto", "scan", "newton") and over.halves(cell, input, layer.hidden_size)
     backward = "scan" if halves or chosen in ("scan", "newton") else "persistent"
+    first = "newton" if chosen == "newton" else backward  # both go back by a scan
     rows = layer.num_layers * directions
     starts = input.new_zeros(2 if lstm else 1, rows, input.size(1), layer.hidden_size)
     if state is not None:
@@ -74,8 +74,8 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
         for reverse in (False, True)[:directions]:
             row = number * directions + reverse
             output, c, end = over.walk(
-                cell, backward, halves, reverse, call.case.trains, last and layer.return_cells, input, starts[:, row],
-                weights[row * stride : (row + 1) * stride],
+                cell, first, backward, halves, reverse, call.case.trains, last and layer.return_cells, input,
+                starts[:, row], weights[row * stride : (row + 1) * stride],
             )  # fmt: skip
             outputs.append(output)
             all_cells.append(c)
