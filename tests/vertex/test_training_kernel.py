@@ -269,6 +269,13 @@ def test_weights_take_each_others_place(tmp_path):
     check(cell, lambda rng, _: trees(rng, 28), "sgd", "mse", None, "vertices", tmp_path, steps=2, x_width=96, groups=2)
 
 
+def test_blocks_without_columns_of_a_narrow_kernel_leave_its_rows_alone(tmp_path):
+    """Of four columns two blocks have two each, the third has none; of so many rows a thread has both of a row."""
+    torch.manual_seed(7)
+    cell = models.BiLSTMTagger(4, 12, 5, 4)
+    check(cell, lambda _, c: c.graphs([2] * 140), "sgd", "cross_entropy", None, "vertices", tmp_path, 2, x_width=4)
+
+
 def test_a_refused_step_changes_nothing(tmp_path):
     torch.manual_seed(1)
     cell, head = models.TreeLSTM(4, 8), nn.Linear(8, 5)

@@ -155,7 +155,8 @@ class SourceWriter {
           const std::string lanes = std::to_string(count / each);
           cases += " if (count * " + units + " > kPersistentThreads) { constexpr int lanes = " + lanes +
                    "; for (int i = threadIdx.x; i < count * lanes; i += kPersistentThreads) { const int j = rank * " +
-                   units + " + i % lanes; const long long index = first + i / lanes; " + body(each) + " break; }";
+                   units + " + i % lanes; if (j >= columns) continue; const long long index = first + i / lanes; " +
+                   body(each) + " break; }";
         }
         cases += " for (int i = threadIdx.x; i < count * " + units +
                  "; i += kPersistentThreads) { const int j = rank * " + units + " + i % " + units +
