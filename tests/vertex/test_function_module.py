@@ -6,8 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
+import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -422,6 +425,25 @@ def test_threads(executor):
     for t in threads:
         t.join()
     assert not bad
+
+
+def test_threads_that_use_functions_in_turns(monkeypatch):
+    """What is kept of the latest functions changes while another thread looks at it."""
+    monkeypatch.setattr(schedule, "_recent", {})
+    used = [types.SimpleNamespace(kinds=((schedule.Kind(k, False),), None)) for k in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def work(i):
+        for n in range(100_000):
+            schedule.used(used[(n // 3 * (i + 1) + i) % 3], work)
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(work, i) for i in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @executors

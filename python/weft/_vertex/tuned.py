@@ -57,9 +57,9 @@ def key(functions: Sequence[Function], trains: bool, graphs: Graphs, captured: b
             "captured": int(captured),
             **dict(zip("GVEL", buckets, strict=True)),
         }
-        while len(_keys) >= _MOST_KEYS:
-            _keys.pop(next(iter(_keys)), None)
         found = _keys[kind] = programs, key_of(machine_name(device), parts)
+        for oldest in [*_keys][:-_MOST_KEYS]:  # copied at once: other threads write, too
+            _keys.pop(oldest, None)
     return found[1]
 
 

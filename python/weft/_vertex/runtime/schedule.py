@@ -192,7 +192,7 @@ def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], N
     what plans them for so many groups, too."""
     key = _key(*schedule.kinds)
     latest = _recent.get(key)
-    if latest is not None and latest[2] is send and next(reversed(_recent)) == key:
+    if latest is not None and latest[2] is send and [*_recent][-1:] == [key]:
         latest[3] = 0
         return
     _recent.pop(key, None)
