@@ -105,6 +105,21 @@ def test_requires_grad_counts_as_it_is(executor):
     assert m(GRAPHS, x, executor=executor).requires_grad
 
 
+@nets
+def test_inference_mode_runs_what_no_grad_runs(net):
+    """There torch shows operations to whoever looks before it takes them apart."""
+    m, x = NETS[net](), rows()
+    with torch.inference_mode():
+        assert weft.explain(m, GRAPHS, x, executor="batched").executor == "batched"
+        found, program = m(GRAPHS, x, executor="batched"), str(m.program)
+    assert found.is_inference()
+    with torch.no_grad():
+        assert torch.equal(m(GRAPHS, x, executor="batched"), found) and str(m.program) == program
+    # What was seen first without gradients serves no call that has them.
+    m(GRAPHS, x, executor="batched").sum().backward()
+    assert all(p.grad is not None for p in m.parameters())
+
+
 @executors
 def test_hooks_and_parametrizations(executor):
     m, x = cell(), rows()

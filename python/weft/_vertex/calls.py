@@ -281,6 +281,16 @@ def _nothing_fake_left(module: nn.Module) -> Iterator[None]:
                     del d[key]
 
 
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Where operations are seen as autograd leaves them: in inference mode they come whole, as chunk or linear."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _traces(
     module: nn.Module,
     functions: Sequence[nn.Module],
@@ -295,7 +305,7 @@ def _traces(
     sizes.update(module.state_size)
 
     def make() -> tuple[Trace, ...]:
-        with _nothing_fake_left(module):
+        with _nothing_fake_left(module), _below_autograd():
             # A list: a generator would make another error of a StopIteration.
             found = [
                 trace(f.vertex, t, state.names, sorted(sizes), lambda key: anything if key is None else requires[key])
