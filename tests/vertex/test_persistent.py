@@ -287,6 +287,36 @@ def test_values_of_any_bits_do_not_block():
     assert y.isnan().all()
 
 
+class Narrow(weft.VertexFunction):
+    """A run of element-wise operations that is narrower than the state."""
+
+    def __init__(self, x, h, narrow):
+        super().__init__(state_size=h)
+        self.W, self.U, self.V = nn.Linear(x, h), nn.Linear(h, narrow), nn.Linear(narrow, h)
+
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull()) + self.V(torch.tanh(self.U(v.gather_sum()))))
+        v.scatter(h)
+        v.push(h)
+
+
+@pytest.mark.cuda
+def test_kernels_of_which_some_blocks_have_no_column():
+    """Of 256 columns each has some, of 232 not, however blocks are grouped; a thread has several of a row."""
+    torch.manual_seed(0)
+    cell = Narrow(12, 256, 232).cuda()
+    graphs = weft.Graphs.from_children([[[], [], [0, 1]]] * 300).to("cuda")
+    x = torch.randn(graphs.num_vertices, 12, device="cuda", requires_grad=True)
+    grad = torch.randn(graphs.num_vertices, 256, device="cuda")
+    want = results(cell.double(), graphs, x.double(), "reference", grad.double())
+    compiled = prepare(cell.float(), graphs, x, "persistent").compiled
+    for geometry in persistent.geometries(compiled, x.device):
+        (y,) = prepare(cell, graphs, x, "persistent", geometry.parts).ready.run()
+        found = [y.detach(), *torch.autograd.grad(y, [x, *cell.parameters()], grad)]
+        for a, b in zip(found, want, strict=True):
+            assert relative_error(a, b) < 1e-5
+
+
 class Own(weft.VertexFunction):
     """A GRU-like cell of the user's own."""
 
