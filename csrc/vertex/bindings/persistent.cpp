@@ -15,6 +15,7 @@
 #include <vector>
 
 #ifdef WEFT_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "common/device.h"
@@ -168,8 +169,9 @@ ExpectedOfProgram expected_of(const torch::jit::Object& object,
 // Whether the current stream of a device captures a CUDA graph.
 bool captures([[maybe_unused]] int device) {
 #ifdef WEFT_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));  // whose default stream it may be
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   cuda_check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   return status != cudaStreamCaptureStatusNone;
 #else
