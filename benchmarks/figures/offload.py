@@ -47,11 +47,12 @@ def page(results: Results, folder: Path) -> list[str]:
         draw_rows(shown, folder / f"{name}.svg")
         parts.append(image(folder / f"{name}.svg"))
 
-    if shown := budget_rows(rows):
+    latest = of_the_latest_gpu(rows)
+    if shown := budget_rows(latest):
         draw("offload_budgets", draw_budgets, shown)
-        if ways_of(rows):
-            draw("offload_ways", draw_ways, [row for row in rows if row["metric"] in _OF_WAYS])
-        parts += ways_tables(rows)
+        if ways_of(latest):
+            draw("offload_ways", draw_ways, [row for row in latest if row["metric"] in _OF_WAYS])
+        parts += ways_tables(latest)
     if shown := density_rows(rows):
         draw("offload_densities", draw_densities, shown)
         parts.append(density_table(shown))
@@ -59,6 +60,20 @@ def page(results: Results, folder: Path) -> list[str]:
     if tables:
         parts.append(rst_tables(tables))
     return parts
+
+
+def _model(row: Row) -> str:
+    keys = parse_case(row["case"])
+    return f"{NAMES.get(keys['model'], keys['model'])}, {keys['dtype']}, B {keys['B']}"
+
+
+def of_the_latest_gpu(rows: Rows) -> list[Row]:
+    """Steps and peak memory of models by budgets: of each model those from the GPU that it last ran on."""
+    shown = [row for row in rows if row["metric"] in _OF_WAYS and "budget" in parse_case(row["case"])]
+    latest: dict[str, tuple[str, str]] = {}
+    for row in shown:
+        latest[_model(row)] = max(latest.get(_model(row), ("", "")), (row["date"], row["gpu"]))
+    return [row for row in shown if row["gpu"] == latest[_model(row)][1]]
 
 
 def budget_rows(rows: Rows) -> list[Row]:
@@ -103,7 +118,7 @@ def ways_of(rows: Rows) -> dict[str, dict[str, dict[str, float]]]:
         on_gpu = keys["device"] == "cuda" and keys.get("budget") in BUDGETS
         if not on_gpu or row["metric"] not in _OF_WAYS:
             continue
-        ways = found.setdefault(f"{NAMES.get(keys['model'], keys['model'])}, {keys['dtype']}, B {keys['B']}", {})
+        ways = found.setdefault(_model(row), {})
         ways.setdefault(keys["budget"], {})[row["metric"]] = float(row["weft"])
         if row["peer"] in WAYS:
             ways.setdefault(row["peer"], {})[row["metric"]] = float(row["peer_value"])
@@ -113,9 +128,9 @@ def ways_of(rows: Rows) -> dict[str, dict[str, dict[str, float]]]:
 
 def ways_tables(rows: Rows) -> list[str]:
     """For each model what a step takes and how much memory, by every way to make it fit."""
-    tables, gpus = [], ", ".join(sorted({row["gpu"] for row in rows if row["metric"] in _OF_WAYS}))
+    tables = []
     for name, ways in ways_of(rows).items():
-        plain = ways["plain"]
+        plain, gpus = ways["plain"], ", ".join(sorted({row["gpu"] for row in rows if _model(row) == name}))
         cells = [["way", "training step", "time lost", "peak memory", "memory saved"]]
         budgets = {budget: f"weft.offload, budget {budget}" for budget in BUDGETS}
         for way, label in (WAYS | budgets).items():

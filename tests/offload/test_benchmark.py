@@ -53,7 +53,7 @@ def test_model_rows(name: str, tmp_path, monkeypatch) -> None:
 def test_figures(tmp_path) -> None:
     from benchmarks.figures import offload as figures  # here, because it alone needs matplotlib
 
-    rest = {"gpu": "GPU", "torch": "2.11.0", "cuda": "13.0", "unit": "ms", "ratio": "2.0"}
+    rest = {"date": "2026-01-01", "gpu": "GPU", "torch": "2.11.0", "cuda": "13.0", "unit": "ms", "ratio": "2.0"}
 
     def row(case: str, metric: str, weft: float, peer: str, peer_value: float) -> dict[str, str]:
         return {"case": case, "metric": metric, "weft": str(weft), "peer": peer, "peer_value": str(peer_value), **rest}
@@ -79,6 +79,9 @@ def test_figures(tmp_path) -> None:
         '"weft.offload, budget 0", "2 ms", "100%", "1000 MB", "88%"',
     ]
     assert '   "VGG-19", "3", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)"' in parts
+    older = [{**r, "gpu": "another", "date": "2025-12-31", "peer_value": "9"} for r in rows]
+    with_older = "\n".join(figures.page({"offload": [*rows, *older]}, tmp_path))
+    assert '"nothing: all in memory", "9 ms"' not in with_older and '"nothing: all in memory", "1 ms"' in with_older
     for name in ("offload_budgets.svg", "offload_ways.svg", "offload_densities.svg"):
         assert name in parts and (tmp_path / name).read_bytes().startswith(b"<?xml")
 
