@@ -341,12 +341,12 @@ void bind_engine(py::module_& m, py::module_& testing) {
       .def(
           "use",
           [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<TransferPlan>> plans, bool timed,
-             double counts, int64_t counts_from) {
+             double counting_seconds, int64_t counts_from) {
             return std::make_shared<Use>(std::move(engine),
                                          std::map<int, std::shared_ptr<const TransferPlan>>(plans.begin(), plans.end()),
-                                         timed, counts, counts_from);
+                                         timed, counting_seconds, counts_from);
           },
-          py::arg("plans"), py::arg("timed"), py::arg("counts"), py::arg("counts_from") = 0)
+          py::arg("plans"), py::arg("timed"), py::arg("counting_seconds"), py::arg("counts_from") = 0)
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;

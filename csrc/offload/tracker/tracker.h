@@ -345,10 +345,10 @@ class Tracker {
 
 class Use : public std::enable_shared_from_this<Use> {
  public:
-  // `timed`: measures every operation, not only both phases. `counts`: seconds of the host that counting non-zero
-  // elements may take, where there is no plan; of tensors from the `counts_from`th on.
+  // `timed`: measures every operation, not only both phases. `counting_seconds`: of the host that counting
+  // non-zero elements may take, where there is no plan; of tensors from the `counts_from`th on.
   Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-      double counts, int64_t counts_from);
+      double counting_seconds, int64_t counts_from);
 
   std::unique_ptr<Packed> pack(PyObject* object);
   at::Tensor unpack(Packed& packed);
@@ -359,7 +359,7 @@ class Use : public std::enable_shared_from_this<Use> {
   std::shared_ptr<Engine> engine;
   const bool timed;
   // Seconds of the host that are left for counting, and the tensor that it is for, or from.
-  double counts;
+  double counting_seconds;
   int64_t counts_from;
   // The first tensor that there was no time to count; none: all of them were counted.
   std::optional<int64_t> uncounted_from;

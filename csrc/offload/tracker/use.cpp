@@ -163,8 +163,12 @@ bool frozen(PyObject* object, const at::Tensor& x) {
 }  // namespace
 
 Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-         double counts, int64_t counts_from)
-    : engine(std::move(engine)), timed(timed), counts(counts), counts_from(counts_from), plans_(std::move(plans)) {}
+         double counting_seconds, int64_t counts_from)
+    : engine(std::move(engine)),
+      timed(timed),
+      counting_seconds(counting_seconds),
+      counts_from(counts_from),
+      plans_(std::move(plans)) {}
 
 Tracker& Use::tracker(c10::Device device) {
   for (auto& tracker : trackers)

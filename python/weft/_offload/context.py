@@ -205,11 +205,11 @@ class offload:
                 self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
                 self._uses += 1
                 return self
-            counts = math.inf if self._budget is not None else _COUNTING if counting else 0.0
+            counting_seconds = math.inf if self._budget is not None else _COUNTING if counting else 0.0
             use = self._engine.use(
                 {device: planned.transfer_plan for device, planned in plans.items()},
                 timed,
-                counts,
+                counting_seconds,
                 (memory.counts_from or 0) if counting else 0,
             )
             managed = on_cuda and self._backend == "managed" and not capturing

@@ -44,7 +44,7 @@ class CopyTransfer : public Transfer {
   ~CopyTransfer() override { release_out(); }
   // Its end is recorded at once, or, where the joint is open and may be joined, when that ends.
   void start_out(const Bytes& from, EventPtr ready, Joint& joint);
-  // The event was recorded on the copy stream behind this copy, and is its so-manieth one.
+  // The event was recorded on the copy stream behind this copy; `number` counts such events of that stream.
   void end_out(CudaEventPtr end, int64_t number);
   void end_in(CudaEventPtr end, int64_t number);
   bool is_out(bool ask) override;
