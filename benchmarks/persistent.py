@@ -107,11 +107,12 @@ def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: 
     }
 
     def run(results: Results) -> list[dict[str, str]]:
+        sets = {name: data(name) for name in names}
         with ThreadPoolExecutor(len(names)) as pool:  # kernels of the nets compile side by side
-            list(pool.map(lambda name: _compile(nets.Training(name, data(name), 1, device)), names))
+            list(pool.map(lambda name: _compile(nets.Training(name, sets[name], 1, device)), names))
         ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for name, B in itertools.product(names, BATCHES):
-            training = functools.partial(nets.Training, name, data(name), B, device)
+            training = functools.partial(nets.Training, name, sets[name], B, device)
             first, candidates = training(), {}
             for executor in ("persistent", "batched", "auto"):
                 if executor != "persistent" or first.runs_as(executor) == executor:
