@@ -178,8 +178,8 @@ def _explain_over_ranks(
     # They ask torch.distributed, which takes a while to import.
     from ._distributed.costs import exchange
     from ._distributed.group import ranks_of
+    from ._distributed.own_slice import sent_bytes
     from ._distributed.rounds import link
-    from ._distributed.scan import sent_bytes
 
     found, size = explain_linear_scan(A, b, x0, reverse=reverse, transpose=transpose), ranks_of("explain", group).size
     way = exchange(size, sent_bytes(A, b), link)

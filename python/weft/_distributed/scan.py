@@ -14,7 +14,6 @@ state that leaves it, which comes from the rank after it:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +24,27 @@ from torch.autograd.function import FunctionCtx
 from .._base.torch_private import is_eager
 from .._scan import slice_chunks
 from .group import Ranks, check_alike, check_tensor, checks_ranks, ranks_named, ranks_of
-from .halves import halved
+from .own_slice import (
+    BackwardHalves,
+    Slice,
+    applied,
+    canonical,
+    end_in_float,
+    end_of,
+    fits_halves,
+    is_sliced_diagonal,
+    is_varying,
+    mend,
+    mend_gradients,
+    product_of_slice,
+    product_shape,
+    sent_bytes,
+    start_gradient_in_float,
+)
 from .rounds import SliceMap, carried, in_rounds
-from .totals import pack, product_of_steps, unpack
+from .totals import unpack
 
-__all__ = ["Scanned", "linear_scan", "scan_slice", "sent_bytes"]
+__all__ = ["Scanned", "linear_scan", "scan_slice"]
 
 _linear_scan = torch.ops.weft.linear_scan.default
 _gradients = torch.ops.weft.linear_scan_backward.default
@@ -38,16 +53,9 @@ _finish = torch.ops.weft.slice_finish_.default
 _begin_gradients = torch.ops.weft.slice_begin_gradients.default
 _finish_gradients = torch.ops.weft.slice_finish_gradients_.default
 
-_FIRST_BLOCK = 64
-"""Steps that are scanned again before states are compared; each next block is twice as long."""
-_EDGE = 64
-"""Steps at a slice's edge that are taken again in float32 where the others are in bfloat16: what they begin with is
-rounded, which is forgotten, or stays the one rounding that it is."""
 _FIRST_IN_HALVES = True
 """Whether the first rank's dense scans are cut, too: it then tells the others its value, and comes to what they tell
 it, half a scan earlier."""
-_KERNEL_HIDDEN = 32
-"""H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
 
 
 class Scanned(NamedTuple):
@@ -57,22 +65,6 @@ class Scanned(NamedTuple):
     states: Tensor
     entered: Tensor
     end: Tensor
-
-
-class _Slice(NamedTuple):
-    """One rank's part of a scan, other than its tensors."""
-
-    ranks: Ranks
-    reverse: bool
-    transpose: bool
-
-    @property
-    def order(self) -> int:
-        """This rank's place in the order of the scan."""
-        return self.ranks.size - 1 - self.ranks.rank if self.reverse else self.ranks.rank
-
-    def turned(self) -> _Slice:
-        return self._replace(reverse=not self.reverse, transpose=not self.transpose)
 
 
 def linear_scan(
@@ -147,10 +139,10 @@ def scan_slice(
     if checks_ranks():
         check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
-    part = _Slice(ranks, reverse, transpose)
+    part = Slice(ranks, reverse, transpose)
     if part.order > 0 and x0 is not None and b.dim() == 3:
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
-        _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
+        _linear_scan(A[:0] if is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
     if is_eager(A, b) and not _has_gradient(A, b, x0) and _is_begun_and_finished(A, b, ranks, ends):
         return Scanned(*_begun_and_finished(A, b, x0, part)[:3])
@@ -160,7 +152,7 @@ def scan_slice(
         for name, t in (("A", A), ("x0", x0)):
             if t is not None and t.dtype != dtype:
                 raise TypeError(f"{op}: {name} must have the dtype of b, {dtype}, got {t.dtype}")
-        if dtype == torch.float16 or not _is_sliced_diagonal(A, b):
+        if dtype == torch.float16 or not is_sliced_diagonal(A, b):
             A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
     states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
     return Scanned(states if b.dtype == dtype else states.to(dtype), entered, end)
@@ -168,22 +160,6 @@ def scan_slice(
 
 def _has_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def sent_bytes(A: Tensor, b: Tensor) -> int:
-    """What a rank tells of its slice: a product, a value, and whether a state leaves it."""
-    numbers = math.prod(_product_shape(A, b)) + b.shape[1:].numel() + 1
-    return numbers * (8 if b.dtype == torch.float64 else 4)
-
-
-def _is_varying(A: Tensor, b: Tensor) -> bool:
-    """Whether A has a dimension of time. What fits neither way is left to the op, which says so."""
-    return A.dim() == 4 or (A.dim() == 3 and (A.shape == b.shape or A.shape == (b.size(0), b.size(2), b.size(2))))
-
-
-def _is_sliced_diagonal(A: Tensor, b: Tensor) -> bool:
-    """Whether A is a diagonal for every step, for which there are kernels of a slice."""
-    return A.dim() == 3 and A.shape == b.shape
 
 
 def _what_ranks_share(A: Tensor, b: Tensor) -> dict[str, Any]:
@@ -197,195 +173,15 @@ def _what_ranks_share(A: Tensor, b: Tensor) -> dict[str, Any]:
     return found
 
 
-def _canonical(A: Tensor, b: Tensor) -> tuple[Tensor, bool]:
-    """A as (T, B, H, H) or (T, 1, H, H), or as diagonal it may be; and whether it is diagonal. A of H = 1 is."""
-    T, B, H = b.shape
-    if A.dim() == 3 and A.shape != b.shape and A.shape == (T, H, H):
-        A = A.unsqueeze(1)
-    if A.dim() == 4 and H == 1:
-        A = A.squeeze(-1).expand(T, B, 1)
-    return A, A.dim() != 4
-
-
-def _product_shape(A: Tensor, b: Tensor) -> tuple[int, ...]:
-    """(B, H), or (B, H, H) with B or 1."""
-    _, B, H = b.shape
-    matrices, diagonal = _canonical(A, b)
-    return (B, H) if diagonal else (matrices.size(1), H, H)
-
-
-def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
-    """The packed product of a slice's steps. Nothing comes to the first rank, whose product nobody asks for."""
-    T, H = b.size(0), b.size(2)
-    matrices, diagonal = _canonical(A, b)
-    if part.order == 0:
-        return torch.zeros(
-            _product_shape(A, b), dtype=torch.int64 if b.dtype == torch.float64 else torch.int32, device=b.device
-        )
-    if not diagonal and (b.device.type == "cpu" or (b.dtype == torch.float32 and H <= _KERNEL_HIDDEN)):
-        return torch.ops.weft.slice_product.default(matrices, part.reverse, part.transpose)
-    if T > 0 and b.numel() > 0:
-        m, e = product_of_steps(matrices, T, diagonal, part.transpose, part.reverse)
-        m, e = (t.expand(b.shape[1:]) if diagonal else t for t in (m, e))
-    elif diagonal:
-        m, e = b.new_full(b.shape[1:], 0.5, dtype=torch.float64), b.new_ones(b.shape[1:], dtype=torch.int64)
-    else:
-        m = 0.5 * torch.eye(H, dtype=torch.float64, device=b.device).expand(matrices.size(1), H, H)
-        e = torch.ones_like(m, dtype=torch.int64)
-    return pack(m, e, b.dtype)
-
-
-def _in_halves(A: Tensor, b: Tensor) -> bool:
-    """Whether a dense scan can be cut where ranks exchange."""
-    T, B, H = b.shape
-    return (
-        b.device.type in halved
-        and b.dtype == torch.float32
-        and not _canonical(A, b)[1]
-        and 2 <= H <= _KERNEL_HIDDEN
-        and T > 0
-        and B > 0
-    )
-
-
-def _end(t: Tensor, reverse: bool) -> int:
-    """The last step of t in the order of a scan."""
-    return 0 if reverse else t.size(0) - 1
-
-
-def _end_in_float(A: Tensor, b: Tensor, states: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """The last state of a diagonal scan in bfloat16, by its last steps in float32."""
-    T = b.size(0)
-    count = min(T, _EDGE)
-    steps = slice(0, count) if reverse else slice(T - count, T)
-    before = start if count == T else states[count if reverse else T - count - 1]
-    before = None if before is None else before.float()
-    return _linear_scan(A[steps].float(), b[steps].float(), before, reverse=reverse)[0 if reverse else -1]
-
-
-def _start_gradient_in_float(grad: Tensor, A: Tensor, grad_b: Tensor, entered: Tensor, reverse: bool) -> Tensor:
-    """The gradient of the state before a diagonal scan in bfloat16, likewise by its first steps."""
-    T = grad.size(0)
-    count = min(T, _EDGE)
-    steps = slice(T - count, T) if reverse else slice(0, count)
-    part = grad[steps].to(torch.float32, copy=True)
-    if count < T:
-        after = T - count - 1 if reverse else count
-        part[_end(part, reverse)] += A[after].float() * grad_b[after].float()
-    return _gradients(part, A[steps].float(), None, entered, reverse, False, [False, False, True])[2]
-
-
-def _mend(states: Tensor, A: Tensor, b: Tensor, state: Tensor, reverse: bool, transpose: bool) -> None:
-    """Scans again from the state that comes in, into the states from zero, until the two are the same: from there on
-    they stay so."""
-    T, begin, block = b.size(0), 0, _FIRST_BLOCK
-    varying = _is_varying(A, b)
-    while begin < T:
-        end = min(begin + block, T)
-        steps = slice(T - end, T - begin) if reverse else slice(begin, end)
-        part = _linear_scan(A[steps] if varying else A, b[steps], state, reverse=reverse, transpose=transpose)
-        state = part[_end(part, reverse)]
-        met = torch.equal(state, states[steps][_end(part, reverse)])
-        states[steps] = part
-        if met:
-            return
-        begin, block = end, 2 * block
-
-
-def _mend_gradients(
-    grad: Tensor, A: Tensor, states: Tensor, start: Tensor | None, left: Tensor, reverse: bool, transpose: bool,
-    grad_A: Tensor | None, grad_b: Tensor,
-) -> Tensor | None:  # fmt: skip
-    """Goes back again with the gradient of the state that leaves, into the gradients without, until the two are the
-    same. The gradient of `start`, where it gets there."""
-    T, done, block = grad.size(0), 0, _FIRST_BLOCK
-    while done < T:
-        end = min(done + block, T)
-        steps = slice(done, end) if reverse else slice(T - end, T - done)
-        before = start if end == T else states[end] if reverse else states[T - end - 1]
-        part = grad[steps].clone()
-        part[_end(part, reverse)] += left
-        part_A, part_b, left = _gradients(
-            part, A[steps], states[steps], before, reverse, transpose,
-            [grad_A is not None, True, before is not None],
-        )  # fmt: skip
-        first = _end(part, not reverse)
-        met = torch.equal(part_b[first], grad_b[steps][first])
-        grad_b[steps] = part_b
-        if grad_A is not None:
-            grad_A[steps] = part_A
-        if met:
-            return None
-        done, block = end, 2 * block
-    return left
-
-
-class _BackwardHalves:
-    """The gradients of a dense slice: lambda is a scan from the slice's last step to its first."""
-
-    def __init__(self, grad: Tensor, A: Tensor, reverse: bool, transpose: bool) -> None:
-        T, B, H = grad.shape
-        early, self.late = (1, 0) if reverse else (0, 1)
-        self.A, self.grad, self.transpose, self.early = A, grad.contiguous(), transpose, early
-        self.first, self.last = _end(grad, not reverse), _end(grad, reverse)
-        self.matrices = _canonical(A, grad)[0]
-        self.chunks = slice_chunks(grad.device, T - 1, B, H)
-        self.scan = (self.matrices.narrow(0, self.late, T - 1), self.grad.narrow(0, early, T - 1))
-        self.flags = (not reverse, not transpose)
-        self.maps, self.value, _ = torch.ops.weft.slice_maps.default(
-            *self.scan, self.grad[self.last], self.chunks, *self.flags, False
-        )
-
-    @staticmethod
-    def fit(A: Tensor, grad: Tensor) -> bool:
-        return _in_halves(A, grad) and grad.size(0) > 1 and _canonical(A, grad)[0].size(1) == grad.size(1)
-
-    def grad_start(self) -> Tensor:
-        """Of the state that enters, where the one that leaves has no gradient."""
-        return self._before(self.value)
-
-    def of_start(self, lambdas: Tensor) -> Tensor:
-        """Of the same state, from the gradients of b."""
-        return self._before(lambdas[self.first])
-
-    def _before(self, lambda_first: Tensor) -> Tensor:
-        step = self.matrices[self.first]
-        return _applied(step if self.transpose else step.mT, lambda_first)
-
-    def gradients(self, left: Tensor, states: Tensor, start: Tensor | None, of_A: bool) -> tuple[Tensor, Tensor]:
-        """Of A and of b, where the state that leaves has the gradient `left`. Without a state before the slice, the
-        first A is not looked at."""
-        lambdas, count = torch.empty_like(self.grad), self.grad.size(0) - 1
-        last = torch.add(self.grad[self.last], left, out=lambdas[self.last])
-        torch.ops.weft.slice_replay_.default(
-            lambdas.narrow(0, self.early, count), *self.scan, self.maps, last, None, self.chunks, *self.flags
-        )
-        if not of_A:
-            return lambdas.new_empty(0), lambdas
-        grad_A = torch.empty_like(self.matrices, memory_format=torch.contiguous_format)
-
-        def multiply(of: Tensor, before: Tensor, into: Tensor) -> None:
-            rows, columns = (before, of) if self.transpose else (of, before)
-            torch.mul(rows.unsqueeze(-1), columns.unsqueeze(-2), out=into)
-
-        of, into = (t.narrow(0, self.late, count) for t in (lambdas, grad_A))
-        multiply(of, states.narrow(0, self.early, count), into)
-        if start is None:
-            grad_A[self.first].zero_()
-        else:
-            multiply(lambdas[self.first], start, grad_A[self.first])
-        return grad_A.view(self.A.shape), lambdas
-
-
 def _is_begun_and_finished(A: Tensor, b: Tensor, ranks: Ranks, ends: bool) -> bool:
     """Whether there is one op before the exchange and one after it: of diagonals, gathered at once."""
-    if not (_is_sliced_diagonal(A, b) and A.dtype == b.dtype and b.dtype in (torch.float32, torch.float64)):
+    if not (is_sliced_diagonal(A, b) and A.dtype == b.dtype and b.dtype in (torch.float32, torch.float64)):
         return False
     T, B, H = b.shape
     return T * B * H > 0 and (ends or not in_rounds(ranks, (2 * B * H + 1) * b.element_size()))
 
 
-def _begun_and_finished(A: Tensor, b: Tensor, x0: Tensor | None, part: _Slice) -> tuple[Tensor, ...]:
+def _begun_and_finished(A: Tensor, b: Tensor, x0: Tensor | None, part: Slice) -> tuple[Tensor, ...]:
     order = part.order
     start = x0 if order == 0 else None
     states, message = _begin(A, b, start, order == 0, part.reverse)
@@ -397,7 +193,7 @@ def _begun_and_finished(A: Tensor, b: Tensor, x0: Tensor | None, part: _Slice) -
 
 def _begun_and_finished_gradients(
     grad: Tensor, grad_entered: Tensor | None, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
-    products: Tensor, has_x0: bool, part: _Slice, of_A: bool,
+    products: Tensor, has_x0: bool, part: Slice, of_A: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Gradients of A, empty but with `of_A`, of b, of the state that enters, which the first rank alone has, and of the
     one that leaves."""
@@ -417,7 +213,7 @@ def _begun_and_finished_gradients(
 
 
 def _scan(
-    A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
+    A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: Slice, ends: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of Scanned, the end right with `ends` alone, and the products of all ranks in the order of the
     scan; after an exchange in rounds this rank's."""
@@ -428,34 +224,34 @@ def _scan(
     first = order == 0
     start = x0 if first else None
     T, B, H = b.shape
-    sliced = _is_sliced_diagonal(A, b)
-    halves = (_FIRST_IN_HALVES or not first) and extra is None and _in_halves(A, b)
-    shape = _product_shape(A, b)
+    sliced = is_sliced_diagonal(A, b)
+    halves = (_FIRST_IN_HALVES or not first) and extra is None and fits_halves(A, b)
+    shape = product_shape(A, b)
     if halves:
-        matrices, chunks = _canonical(A, b)[0], slice_chunks(b.device, T, B, H)
+        matrices, chunks = canonical(A, b)[0], slice_chunks(b.device, T, B, H)
         row = None if start is None else start.expand(B, H).contiguous()
         maps, value, message = torch.ops.weft.slice_maps.default(
             matrices, b, row, chunks, reverse, transpose, not first
         )
         if first:
-            product = _product(A, b, part)
+            product = product_of_slice(A, b, part)
             message = torch.cat((product.flatten(), value.view(product.dtype).flatten(), product.new_ones(1)))
         states = torch.empty_like(b, memory_format=torch.contiguous_format)
     else:
         states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
         if T > 0:
-            value = states[_end(states, reverse)]
+            value = states[end_of(states, reverse)]
         else:
             value = b.new_zeros(B, H) if start is None else start.expand(B, H)
         if b.dtype == torch.bfloat16:
-            value = _end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
+            value = end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
         if extra is not None:
             value = value + extra
         leaves = T > 0 or start is not None or extra is not None
         if sliced:  # no one asks for the first rank's product
             message = torch.ops.weft.slice_message.default(A[:0] if first else A, value, leaves)
         else:
-            product = _product(A, b, part)
+            product = product_of_slice(A, b, part)
             has = product.new_full((1,), leaves)
             message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
     if not ends and in_rounds(ranks, message.numel() * message.element_size()):
@@ -481,7 +277,7 @@ def _scan(
         torch.ops.weft.slice_mend_.default(states, A, entered, came, reverse)
     elif b.device.type == "cpu":
         if came:
-            _mend(states, A, b, entered, reverse, transpose)
+            mend(states, A, b, entered, reverse, transpose)
     else:  # how far is known to the device alone; where nothing comes in, nobody may look at the first A
         again = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
         states = torch.where(came.bool().view(1, 1, 1), again, states)
@@ -490,12 +286,12 @@ def _scan(
 
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _(A, b, x0, extra, group, reverse, transpose, ends):
-    return _scan(A, b, x0, extra, _Slice(ranks_named(group), reverse, transpose), ends)
+    return _scan(A, b, x0, extra, Slice(ranks_named(group), reverse, transpose), ends)
 
 
 def _scan_backward(
     grad: Tensor, grad_entered: Tensor | None, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
-    products: Tensor, has_x0: bool, part: _Slice, output_mask: Sequence[bool],
+    products: Tensor, has_x0: bool, part: Slice, output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Gradients of A, b, the state that enters the slice, None for zeros, and the one that leaves it; ``(0)`` where
     masked out."""
@@ -509,12 +305,12 @@ def _scan_backward(
     ranks, reverse, transpose = part
     order = part.order
     first, T = order == 0, grad.size(0)
-    sliced = T > 0 and _is_sliced_diagonal(A, grad)
+    sliced = T > 0 and is_sliced_diagonal(A, grad)
     # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
     # known to the device alone, and there is a kernel of diagonals.
-    cut = (_FIRST_IN_HALVES or not first) and _BackwardHalves.fit(A, grad)
-    halves = _BackwardHalves(grad, A, reverse, transpose) if cut else None
-    mends = sliced or (T > 0 and grad.device.type == "cpu" and _is_varying(A, grad))
+    cut = (_FIRST_IN_HALVES or not first) and BackwardHalves.fit(A, grad)
+    halves = BackwardHalves(grad, A, reverse, transpose) if cut else None
+    mends = sliced or (T > 0 and grad.device.type == "cpu" and is_varying(A, grad))
     start = entered if has_x0 or not first else None
     value = grad_entered
     if halves is not None:
@@ -525,7 +321,7 @@ def _scan_backward(
             grad, A, states, before, reverse, transpose, [output_mask[0], True, start is not None]
         )
         if grad.dtype == torch.bfloat16 and not first:
-            grad_start = _start_gradient_in_float(grad, A, grad_b, entered, reverse)
+            grad_start = start_gradient_in_float(grad, A, grad_b, entered, reverse)
     elif T > 0 and not first:
         grad_start = _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
     if T > 0 and not first:
@@ -560,12 +356,12 @@ def _scan_backward(
         return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     if mends:
         mended_A = grad_A if output_mask[0] else None
-        found = _mend_gradients(grad, A, states, start, left, reverse, transpose, mended_A, grad_b)
+        found = mend_gradients(grad, A, states, start, left, reverse, transpose, mended_A, grad_b)
         grad_start = grad_start if found is None else found
         grad_start = grad_start + grad_entered if first and has_x0 else torch.zeros_like(left)
         return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     grad = grad.clone()
-    grad[_end(grad, reverse)] += left
+    grad[end_of(grad, reverse)] += left
     mask = [*output_mask, first and has_x0]
     grad_A, grad_b, grad_start = _gradients(grad, A, states, start, reverse, transpose, mask)
     grad_A, grad_b = (g if wanted else nothing for g, wanted in zip((grad_A, grad_b), output_mask, strict=True))
@@ -574,7 +370,7 @@ def _scan_backward(
 
 @torch.library.impl("weft::slice_scan_backward", "CompositeExplicitAutograd")
 def _(grad, grad_entered, grad_end, A, x, entered, products, has_x0, group, reverse, transpose, output_mask):
-    part = _Slice(ranks_named(group), reverse, transpose)
+    part = Slice(ranks_named(group), reverse, transpose)
     *grads, grad_start, left = _scan_backward(
         grad, grad_entered, grad_end, A, x, entered, products, has_x0, part, output_mask
     )
@@ -583,7 +379,7 @@ def _(grad, grad_entered, grad_end, A, x, entered, products, has_x0, group, reve
 
 @torch.library.register_fake("weft::slice_scan")
 def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
-    ranks, product = ranks_named(group), _product_shape(A, b)
+    ranks, product = ranks_named(group), product_shape(A, b)
     row = b.new_empty(b.shape[1:], dtype=torch.float32 if b.dtype == torch.bfloat16 else None)
     states = torch.empty_like(b, memory_format=torch.contiguous_format)
     rounds = not ends and in_rounds(ranks, sent_bytes(A, b))
@@ -611,7 +407,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
+        ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: Slice, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         if is_eager(A, b):
             *scanned, products = _scan(A, b, x0, extra, part, ends)
@@ -661,21 +457,21 @@ class _Scan(torch.autograd.Function):
 
 def _differentiable_gradients(
     grad: Tensor, grad_entered: Tensor, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
-    has_x0: bool, part: _Slice,
+    has_x0: bool, part: Slice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The same as slice_scan_backward's by a scan over ranks that runs the other way, of
     m[t] = A[t]^T (g[t] + m[t+1]), so that it has gradients itself."""
     T, reverse = grad.size(0), part.reverse
     if grad.dtype == torch.bfloat16:
         grad, A, states = grad.float(), A.float(), states.float()
-    matrices, diagonal = _canonical(A, grad)
+    matrices, diagonal = canonical(A, grad)
     if diagonal:
         matrices = matrices.expand(grad.shape)
     if part.order == 0 and not has_x0:  # the first step's A is not looked at
         step = torch.arange(T, device=A.device) == (T - 1 if reverse else 0)
         matrices = torch.where(step.view(-1, *(1,) * (matrices.dim() - 1)), 0.0, matrices)
     turned = matrices if diagonal or part.transpose else matrices.mT
-    b = turned * grad if diagonal else _applied(turned, grad)
+    b = turned * grad if diagonal else applied(turned, grad)
     start = None if grad_end is None else _SumOverRanks.apply(grad_end, part.ranks)
     moved, left, _ = _Scan.apply(matrices, b, start, grad_entered, part.turned(), False)
     if T == 0:
@@ -693,11 +489,6 @@ def _differentiable_gradients(
         rows, columns = (before, lambdas) if part.transpose else (lambdas, before)
         grad_A = (rows.unsqueeze(-1) * columns.unsqueeze(-2)).sum_to_size(matrices.shape).view(A.shape)
     return grad_A, lambdas, moved[T - 1 if reverse else 0] + grad_entered, left
-
-
-def _applied(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Sums in the dtype of the vectors, never in TF32."""
-    return (matrices * vectors.unsqueeze(-2)).sum(-1)
 
 
 class _SumOverRanks(torch.autograd.Function):
