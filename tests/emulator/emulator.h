@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -80,6 +81,7 @@ struct Fiber {
   Warp* warp;
   int lane;
   bool done = false;
+  std::deque<std::vector<std::function<void()>>> copies{1};  // that nobody has waited for, by group
 };
 
 inline Fiber* current = nullptr;

@@ -134,11 +134,36 @@ def test_what_was_measured_groups_the_blocks(device):
     times = {tuned.name_of(p): 10.0 - p for p in parts} | {"batched": 1.0}
     tuned.MEASURED.remember(tuned.key(compiled.functions, True, one, True), tuned.Entry("batched", times))
     assert persistent.geometry(compiled, one, device).parts == 8
+    # Steps of a Trainer, which were not measured, group theirs as before.
     step = 2, 1, True, True, 5
-    there = 8 in {g.parts for g in persistent.geometries(compiled, device, step)}
-    assert persistent.geometry(compiled, one, device, step).parts == (8 if there else 1)
+    assert 8 in {g.parts for g in persistent.geometries(compiled, device, step)}
+    assert persistent.geometry(compiled, one, device, step).parts == 1
     tuned.MEASURED.remember(tuned.key(compiled.functions, True, many, True), tuned.Entry("batched", {"batched": 1.0}))
     assert persistent.geometry(compiled, many, device).parts == 8  # expected
+
+
+def test_of_persistent_kernels_tune_times_those_that_a_call_takes(device):
+    """Also where the device was too unsteady to say which are the fastest."""
+    one = trees(1)
+    compiled = compiled_of(models.TreeLSTM(256, 256), one)
+    call = types.SimpleNamespace(compiled=compiled)
+    calls = {tuned.name_of(g.parts): call for g in persistent.geometries(compiled, device)}
+    calls |= {"batched": None, "reference": None}
+    assert tune._taken(calls, one, device).keys() == {"persistent", "batched", "reference"}
+    times = {"persistent": 2.0, "persistent/4": 1.0}
+    tuned.MEASURED.remember(tuned.key(compiled.functions, True, one, True), tuned.Entry("persistent/4", times))
+    assert tune._taken(calls, one, device).keys() == {"persistent/4", "batched", "reference"}
+    others = {"batched": None, "reference": None}
+    assert tune._taken(others, one, device) == others
+
+
+def test_a_geometry_that_another_thread_has_left_out_is_what_the_call_takes_by_itself(device):
+    one = trees(1)
+    compiled = compiled_of(models.TreeLSTM(256, 256), one)
+    *_, last = persistent.geometries(compiled, device)
+    assert persistent.geometry_of(compiled, one, device, last.parts) == last
+    persistent.geometries(compiled, device).remove(last)
+    assert persistent.geometry_of(compiled, one, device, last.parts) == persistent.geometry(compiled, one, device)
 
 
 def test_geometries_that_are_not_resident_are_left_out(device, monkeypatch):
@@ -157,6 +182,7 @@ def test_geometries_that_are_not_resident_are_left_out(device, monkeypatch):
     }
     room.update(dict.fromkeys(room, 0))
     refused[0] += 1
+    persistent._geometries._kept.clear()  # as other programs of other threads may
     persistent.geometry(compiled, graphs, device)
     assert persistent._not_resident(compiled, device, None) == "the blocks of a persistent kernel are not all resident"
 

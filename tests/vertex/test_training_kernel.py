@@ -256,6 +256,24 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
     check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width, groups=groups)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("weft::copy_wait<kStages - 2>();", "weft::copy_wait<kStages - 1>();"),
+        ("ask(chunk + kStages - 1);", "ask(chunk + kStages);"),  # in whose place others still read
+    ],
+    ids=["waits for too few copies", "copies over what is read"],
+)
+def test_flawed_pipelines_are_found(right, wrong, tmp_path):
+    emulated.with_flaw("vertex/exec/cuda/training.jit.cuh", right, wrong, tmp_path)
+
+    def run() -> None:
+        cell = models.TreeLSTM(4, 8)
+        check(cell, lambda rng, _: trees(rng, 60), "sgd", "mse", None, "vertices", tmp_path, steps=1, x_width=4)
+
+    assert not emulated.ends_well(run)
+
+
 def test_weights_take_each_others_place(tmp_path):
     """Those of the linear layer, of the frontiers forward and backward, where there is no room for all."""
     torch.manual_seed(7)

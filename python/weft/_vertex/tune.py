@@ -44,10 +44,7 @@ def tune(
                 # What a CUDA graph of the call takes, which also says how persistent kernels are best grouped.
                 alone = _measure({name: functools.partial(_device_stopwatch, c, own) for name, c in fast.items()})
                 _remember(call, graphs, alone, captured=True)
-                if alone is not None:
-                    grouped = {name: us for name, us in alone.items() if tuned.parts_of(name)}
-                    slower = grouped.keys() - {min(grouped, key=grouped.__getitem__, default=None)}
-                    calls = {name: c for name, c in calls.items() if name not in slower}
+                calls = _taken(calls, graphs, device)
             times = _measure({name: functools.partial(_stopwatch, c, own) for name, c in calls.items()})
             _remember(call, graphs, times, captured=False)
     return explain(cell, graphs, inputs)
@@ -66,6 +63,16 @@ def _calls(cell: VertexFunction | VertexFunctions, graphs: Graphs, inputs: Mappi
         for geometry in persistent.geometries(call.compiled, call.ready.device):
             found[tuned.name_of(geometry.parts)] = prepare(cell, graphs, inputs, executor, geometry.parts)
     return found
+
+
+def _taken(calls: dict[str, Call], graphs: Graphs, device: torch.device) -> dict[str, Call]:
+    """Of the persistent kernels those alone that a call takes, whether or not any were measured to be the fastest."""
+    grouped = {name for name in calls if tuned.parts_of(name)}
+    if not grouped:
+        return calls
+    compiled = calls[next(iter(grouped))].compiled
+    taken = tuned.name_of(persistent.geometry(compiled, graphs, device).parts)
+    return {name: c for name, c in calls.items() if name == taken or name not in grouped}
 
 
 def _measure(makers: Mapping[str, Callable[[], Callable[[], float]]]) -> dict[str, float] | None:

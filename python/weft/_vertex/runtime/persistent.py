@@ -206,11 +206,16 @@ def geometries(compiled: batched.Batched, device: torch.device, form: tuple | No
     return _known(compiled, device, form).geometries
 
 
-def _known(compiled: batched.Batched, device: torch.device, form: tuple | None) -> _Known:
+def _of_program(compiled: batched.Batched) -> dict[tuple, _Known]:
+    """What is known of a program, by device, form and precision; another thread may know of newer programs alone."""
     known = _geometries.get(compiled.program)
     if known is None:
         known = _geometries[compiled.program] = {}
-    key = device, form, fp32_precision("cuda", "matmul")
+    return known
+
+
+def _known(compiled: batched.Batched, device: torch.device, form: tuple | None) -> _Known:
+    known, key = _of_program(compiled), (device, form, fp32_precision("cuda", "matmul"))
     found = known.get(key)
     if found is None:
         found = known[key] = _found(compiled, device, _all_geometries(compiled, device, form))
@@ -305,11 +310,12 @@ def row_amounts(compiled: batched.Batched, blocks: int) -> tuple[dict[str, float
 
 
 def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, form: tuple | None = None) -> Geometry:
-    """What a call on these graphs takes: what weft.tune found for their sizes, else by the sizes alone several groups
-    where they are expected to gain enough; of those whose blocks are all resident."""
+    """What a call on these graphs takes: what weft.tune found for their sizes, of a training step, which it does not
+    measure, and else by the sizes alone several groups where they are expected to gain enough; of those whose blocks
+    are all resident."""
     while True:
         known = _known(compiled, device, form)
-        parts = tuned.parts(compiled.functions, bool(compiled.plan.backward), graphs)
+        parts = None if form else tuned.parts(compiled.functions, bool(compiled.plan.backward), graphs)
         chosen = next((g for g in known.geometries if g.parts == parts), None)
         if chosen is None:
             chosen = known.geometries[known.expected.geometry(graphs._core)]
@@ -322,9 +328,11 @@ def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, fo
             return chosen
 
 
-def geometry_of(compiled: batched.Batched, device: torch.device, parts: int) -> Geometry:
-    """That of a call which is to have so many parts, one of :func:`geometries`."""
-    return next(g for g in geometries(compiled, device) if g.parts == parts)
+def geometry_of(compiled: batched.Batched, graphs: Graphs, device: torch.device, parts: int) -> Geometry:
+    """That of a call which is to have so many parts; where another thread has found that it is not resident, what the
+    call takes by itself."""
+    found = next((g for g in geometries(compiled, device) if g.parts == parts), None)
+    return geometry(compiled, graphs, device) if found is None else found
 
 
 def _fewer(compiled: batched.Batched, device: torch.device, form: tuple | None, refused: Geometry) -> bool:
@@ -335,7 +343,7 @@ def _fewer(compiled: batched.Batched, device: torch.device, form: tuple | None, 
     left = [g for g in fewer if g.groups > 0]
     if left:
         key = device, form, fp32_precision("cuda", "matmul")
-        _geometries.get(compiled.program)[key] = _found(compiled, device, left)
+        _of_program(compiled)[key] = _found(compiled, device, left)
     return bool(left)
 
 
@@ -366,7 +374,7 @@ def scripted(
 ) -> Scripted:
     """The schedule of so many groups with the scripts of both passes, as the next graphs' goes to the device, too.
     Those of :func:`geometry`, or of so many parts."""
-    chosen = geometry(compiled, graphs, device) if parts is None else geometry_of(compiled, device, parts)
+    chosen = geometry(compiled, graphs, device) if parts is None else geometry_of(compiled, graphs, device, parts)
     found = schedule(chosen.groups)
     used(found, _sender(_send, compiled, device))
     return found.scripted(compiled.program, chosen.most_blocks)

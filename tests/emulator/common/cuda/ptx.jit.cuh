@@ -1,8 +1,5 @@
 // csrc/common/cuda/ptx.jit.cuh for a processor: what the tested kernels use of it, by the same names.
 #pragma once
-#include <deque>
-#include <map>
-
 #include "emulator.h"
 
 namespace weft {
@@ -60,11 +57,8 @@ inline void named_barrier() {
   emulator::meet(meeting);
 }
 
-// Asynchronous copies: each is done at once or as late as its thread's wait allows.
-struct Copies {
-  std::deque<std::vector<std::function<void()>>> groups{1};
-};
-inline std::map<const emulator::Fiber*, Copies> copies;
+// Asynchronous copies: each is done at once, before who still reads what it overwrites is ready, or at its thread's
+// wait, when who has not waited has read.
 inline std::mt19937 when;
 
 template <int kBytes>
@@ -77,7 +71,7 @@ inline void copy_some(void* to, const void* from, int bytes) {
     std::memset(static_cast<char*>(to) + bytes, 0, kBytes - bytes);
   };
   if (when() % 2) return copy();
-  copies[emulator::current].groups.back().push_back(copy);
+  emulator::current->copies.back().push_back(copy);
 }
 template <int kBytes>
 inline void copy_async(void* to, const void* from) {
@@ -87,11 +81,11 @@ inline void copy_async_padded(void* to, const void* from, int bytes) {
   copy_some<16>(to, from, bytes);
 }
 inline void copy_commit() {
-  copies[emulator::current].groups.emplace_back();
+  emulator::current->copies.emplace_back();
 }
 template <int kPending>
 inline void copy_wait() {
-  auto& groups = copies[emulator::current].groups;
+  auto& groups = emulator::current->copies;
   for (; groups.size() > kPending + 1; groups.pop_front()) {
     for (const auto& copy : groups.front()) copy();
   }
