@@ -13,20 +13,28 @@ namespace {
 
 constexpr int kWarps = 8, kColumns = 32, kRowsAtLeast = 64;
 
-template <typename T>
-__device__ T element(const void* data, DType dtype, int64_t i) {
-  if constexpr (sizeof(T) == 8) {
-    return static_cast<const double*>(data)[i];
-  } else {
-    switch (dtype) {
-      case DType::f16:
-        return to_acc(static_cast<const __half*>(data)[i]);
-      case DType::bf16:
-        return to_acc(static_cast<const __nv_bfloat16*>(data)[i]);
-      default:
-        return static_cast<const float*>(data)[i];
-    }
-  }
+__device__ float number(float x) {
+  return x;
+}
+__device__ double number(double x) {
+  return x;
+}
+__device__ float number(__half x) {
+  return to_acc(x);
+}
+__device__ float number(__nv_bfloat16 x) {
+  return to_acc(x);
+}
+
+// Of one column in every 8th row from `row` on. The type is known outside of the loop, so that several loads are on
+// their way at once: one after another 9,000 rows of 1,300 columns took 100 us, seven times what their bytes do.
+template <typename T, typename Source>
+__device__ T column_sum(const Total& total, int column, int64_t row, int64_t end) {
+  const auto* source = static_cast<const Source*>(total.source) + column;
+  T sum = 0;
+#pragma unroll 8
+  for (; row < end; row += kWarps) sum += number(source[row * total.stride]);
+  return sum;
 }
 
 template <typename T>
@@ -43,10 +51,15 @@ __global__ void __launch_bounds__(kWarps* kColumns) totals_kernel(const __grid_c
     const Total& total = a.totals[t];
     const int from = column - total.to;
     if (from < 0 || from >= total.width) continue;
-    const int64_t end = total.rows * (piece + 1) / a.pieces;
-#pragma unroll 4
-    for (int64_t row = total.rows * piece / a.pieces + warp; row < end; row += kWarps) {
-      sum += element<T>(total.source, total.dtype, row * total.stride + from);
+    const int64_t row = total.rows * piece / a.pieces + warp, end = total.rows * (piece + 1) / a.pieces;
+    if constexpr (sizeof(T) == 8) {
+      sum += column_sum<T, double>(total, from, row, end);
+    } else if (total.dtype == DType::f16) {
+      sum += column_sum<T, __half>(total, from, row, end);
+    } else if (total.dtype == DType::bf16) {
+      sum += column_sum<T, __nv_bfloat16>(total, from, row, end);
+    } else {
+      sum += column_sum<T, float>(total, from, row, end);
     }
   }
   shared[warp][lane] = sum;
