@@ -42,8 +42,8 @@ test-cuda: $(call requirements,test) build
 # Weft's kernels alone, on small cases, every tensor in an allocation of its own. Needs compute-sanitizer 2026.4, which
 # PyPI's nvidia-cuda-sanitizer-api 13.5 has: that of CUDA 13.0 crashes in racecheck on some of them. PARTS="vertex offload"
 # runs the parts of these rooms alone.
-sanitize: build
-	$(PY) tests/sanitized.py $(PARTS) --under memcheck racecheck synccheck --sanitizer "$(SANITIZER)"
+sanitize: $(call requirements,test) build
+	$(PY) -m tests.sanitized $(PARTS) --under memcheck racecheck synccheck --sanitizer "$(SANITIZER)"
 
 bench: build
 	$(PY) -m benchmarks.scan $(BENCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -11,16 +12,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import sanitized
+from tests.sanitized import __main__ as sanitized
+from tests.sanitized import common
+
+ROOT = Path(__file__).parents[1]
+ON_CPU = (
+    "heads", "newton", "steps", "complex_scans", "batch_first", "readouts", "pointwise", "sequential", "sparse",
+    "batched", "persistent", "trainer", "copies", "slices",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ("sparse", "vertex", "copies"))
+@pytest.mark.parametrize("part", ON_CPU)
 @pytest.mark.filterwarnings("ignore:offload. there is no CUDA device here")
 def test_parts_run(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanitized, "DEVICE", "cpu")
-    if torch.cuda.is_available() and part == "copies":
-        pytest.skip("offload takes the device that there is")
+    monkeypatch.setattr(common, "_device", "cpu")
+    if torch.cuda.is_available() and part in ("copies", "slices"):
+        pytest.skip("it takes the device that there is")
     sanitized.PARTS[part]()
+
+
+def test_every_kernel_is_looked_at() -> None:
+    """Those that are compiled at run time have the names that csrc gives them, the others their namespace in theirs."""
+    named = []
+    for path in (path for end in ("cu", "cuh") for path in (ROOT / "csrc").rglob(f"*.{end}")):
+        kernels = path.read_text(encoding="utf-8").split("__global__ ")
+        if path.name == "probe.jit.cu" or len(kernels) == 1:  # the compiler's tests launch those
+            continue
+        if path.name.endswith(".jit.cu"):
+            named += [re.search(r"(\w+)\(const ", after)[1] for after in kernels[1:]]
+        else:
+            assert "namespace weft" in kernels[0], path
+    assert len(named) == 6
+    assert all(any(part in name for part in sanitized.KERNELS) for name in named), named
 
 
 def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
@@ -28,33 +51,29 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
     tool = tmp_path / "sanitizer"
     tool.write_text(
         '#!/bin/sh\nfor last; do :; done\necho "$2 $last $PYTORCH_NO_CUDA_MEMORY_CACHING"\n'
-        'case "$2 $last" in "racecheck codecs") exit 3;; "racecheck vertex") exec sleep 60;; esac\n'
+        'case "$2 $last" in "racecheck codecs") exit 3;; "racecheck batched") sleep 60; exit 0;; esac\n'
     )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "tests/sanitized.py", "vertex", "offload", "--sanitizer", str(tool)]
+    command = [sys.executable, "-m", "tests.sanitized", "batched", "offload", "--sanitizer", str(tool)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTORCH_NO_CUDA_MEMORY_CACHING"}
 
-    def run(*tools: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [*command, "--limit", "4", "--under", *tools],
-            cwd=Path(__file__).parents[1],
-            env=environment,
-            capture_output=True,
-            text=True,
+            [*command, "--limit", "4", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
         )
 
-    done = run("memcheck", "racecheck")
+    done = run("--under", "memcheck", "racecheck", "--jobs", "3")
     assert done.returncode == 1, done.stderr
     table = done.stdout[done.stdout.index("\ntool ") :].strip().splitlines()[1:]
     assert [line.split()[:4] for line in table] == [
-        ["memcheck", "vertex", "passed", "0"],
+        ["memcheck", "batched", "passed", "0"],
         ["memcheck", "codecs", "passed", "0"],
         ["memcheck", "copies", "passed", "0"],
         ["memcheck", "managed", "passed", "0"],
-        ["racecheck", "vertex", "not", "finished"],
+        ["racecheck", "batched", "not", "finished"],
         ["racecheck", "codecs", "failed", "(3)"],
         ["racecheck", "copies", "passed", "0"],
         ["racecheck", "managed", "passed", "0"],
     ]
     assert "racecheck codecs 1" in done.stdout and "memcheck codecs 1" not in done.stdout  # output of what failed
-    assert run("synccheck").returncode == 0
+    assert run("--under", "synccheck").returncode == 0
