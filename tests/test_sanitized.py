@@ -77,3 +77,5 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
     ]
     assert "racecheck codecs 1" in done.stdout and "memcheck codecs 1" not in done.stdout  # output of what failed
     assert run("--under", "synccheck").returncode == 0
+    late = run("--under", "synccheck", "--within", "0")
+    assert late.returncode == 1 and late.stdout.count("not begun") == 4

@@ -12,6 +12,7 @@ each part under each tool, in a process of its own, with a limit of time, and pr
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -41,13 +42,16 @@ class Result(NamedTuple):
     seconds: float
 
 
-def under(tool: str, part: str, sanitizer: str, limit: float) -> Result:
-    """One part under one tool; what it printed where it failed is printed."""
+def under(tool: str, part: str, sanitizer: str, limit: float, end: float) -> Result:
+    """One part under one tool, until a time of perf_counter; what it printed where it failed is printed."""
     names = [option for kernel in KERNELS for option in ("--kernel-name", f"kernel_substring={kernel}")]
     command = [*sanitizer.split(), "--tool", tool, "--error-exitcode", "1", *names, sys.executable, "-m", __package__]
     # Every tensor in an allocation of its own, but for those of a pool.
     environment = os.environ | ({} if part == "managed" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     start = time.perf_counter()
+    limit = min(limit, end - start)
+    if limit <= 0:
+        return Result(tool, part, "not begun", 0.0)
     with subprocess.Popen(
         [*command, part], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
@@ -64,10 +68,12 @@ def under(tool: str, part: str, sanitizer: str, limit: float) -> Result:
     return result
 
 
-def sanitize(parts: list[str], tools: list[str], sanitizer: str, limit: float, jobs: int) -> bool:
+def sanitize(parts: list[str], tools: list[str], sanitizer: str, limit: float, within: float, jobs: int) -> bool:
     """Each part under each tool. Returns whether all passed."""
+    end = time.perf_counter() + within
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(lambda given: under(*given, sanitizer, limit), [(t, p) for t in tools for p in parts]))
+        both = [(tool, part) for tool in tools for part in parts]
+        results = list(pool.map(lambda given: under(*given, sanitizer, limit, end), both))
     print(f"\n{'tool':10} {'part':18} {'result':24}     time")
     for result in results:
         print(TABLE.format(*result))
@@ -84,11 +90,12 @@ def main() -> None:
     parser.add_argument("--under", nargs="+", choices=TOOLS, metavar="TOOL", help=f"of {TOOLS}")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the command, %(default)s")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a part under a tool, %(default)s")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds for all of them, %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="parts under tools at a time, %(default)s")
     args = parser.parse_args()
     parts = [part for name in args.parts for part in ROOMS.get(name, (name,))] or list(PARTS)
     if args.under:
-        sys.exit(0 if sanitize(parts, args.under, args.sanitizer, args.limit, args.jobs) else 1)
+        sys.exit(0 if sanitize(parts, args.under, args.sanitizer, args.limit, args.within, args.jobs) else 1)
     torch.manual_seed(0)
     for part in parts:
         start = time.perf_counter()
