@@ -69,7 +69,6 @@ void launch_parts(int padded, bool selects, unsigned seed) {
 
 void begin(unsigned seed) {
   weft::when.seed(seed);
-  weft::copies.clear();
 }
 
 }  // namespace

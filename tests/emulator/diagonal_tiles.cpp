@@ -66,7 +66,6 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   using T = Element<SIZE>;
   using S = TileShape<T>;
   weft::when.seed(seed);
-  weft::copies.clear();
   // 0: words come as they come; 1: totals are seen long before states; 2: states alone are ever seen first.
   weft::turns_of_a_look = favour == 1 ? 20 : 1;
   weft::lost = [=](const void*, uint64_t word, size_t bytes) { return favour == 2 && bytes == 4 && word == kTotal; };

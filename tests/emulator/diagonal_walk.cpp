@@ -30,7 +30,6 @@ extern "C" void run(const DiagonalGradients* given, bool gradients, unsigned see
   using Pair = Complex<std::conditional_t<SIZE == 8, float, double>>;
   using T = std::conditional_t<COMPLEX, Pair, Real>;
   weft::when.seed(seed);
-  weft::copies.clear();
   problem = *given;
   if (gradients) {
     launch<T, true>(seed);

@@ -81,7 +81,6 @@ extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointe
   const TimeChunks& chunks = warps.chunks;
   weft::latest = late;
   weft::when.seed(seed);
-  weft::copies.clear();
   with_cell(shape.cell, [&]<Cell cell>() {
     if constexpr (scan_max_hidden(cell) > 0) {
       if (count == 0) {

@@ -32,7 +32,6 @@ void run_both(const ScanShape& shape, const ScanChain<float>& chain, int chunks,
 // message, and the gradients of the states that leave.
 extern "C" void run(const int64_t* sizes, int chunks, void* const* p, unsigned seed) {
   weft::when.seed(seed);
-  weft::copies.clear();
   const auto number = [&](int i) { return static_cast<float*>(p[i]); };
   const ScanShape shape{kCell, sizes[0], sizes[1], int(sizes[2]), false};
   const ScanChain<float> chain{number(0), nullptr,   nullptr,   number(1), number(2), number(3), number(4),

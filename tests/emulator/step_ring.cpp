@@ -114,7 +114,6 @@ void run_one(int H, unsigned seed) {
   auto run_lines = [&](auto* kernel) {
     std::memset(memory, 0xff, sizeof memory);
     shared = memory;
-    weft::copies.clear();
     emulator::launch(kernel, 1, 32, 1, 0, seed);
   };
   if constexpr (HP * sizeof(T) % 16 == 0) {

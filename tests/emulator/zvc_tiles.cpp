@@ -118,7 +118,6 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   const bool has_rest = random() % 2;
   compressing = {
       x, n, kItem, mask.as<uint32_t>(), values.as<void>(), capacity, &found, has_rest ? rest.as<void>() : nullptr};
-  weft::copies.clear();
   // Perhaps no tile but the first says more than its own count, as if all sums came too late.
   std::set<const void*> said;  // their own
   const bool sums_are_late = tiles > 32 || random() % 2;
