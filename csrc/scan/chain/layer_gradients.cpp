@@ -12,6 +12,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 
 #ifdef WEFT_WITH_CUDA
@@ -172,6 +173,11 @@ std::vector<LayerGradient> layer_gradients(const std::vector<Layer>& layers, boo
       }
     }
   }
+  // The branches begin before our own kernels, which are beside them.
+  std::optional<Branches> streams;
+  if (branches && !work.empty() && work.size() + !by_kernels.empty() > 1) {
+    streams.emplace(layers[0].input.device(), std::min(kBranches, work.size()));
+  }
 #ifdef WEFT_WITH_CUDA
   if (!by_kernels.empty()) {
     std::vector<const Layer*> own;
@@ -187,7 +193,7 @@ std::vector<LayerGradient> layer_gradients(const std::vector<Layer>& layers, boo
       together(layers, which, found);
     }
   };
-  if (!branches || work.size() < 2) {
+  if (!streams) {
     for (const auto& which : work) run(which);
     return found;
   }
@@ -196,12 +202,11 @@ std::vector<LayerGradient> layer_gradients(const std::vector<Layer>& layers, boo
     return int64_t(which.size()) * windows(layers[which[0]]) * layers[which[0]].weight.size(0);
   };
   std::stable_sort(work.begin(), work.end(), [&](const auto& a, const auto& b) { return size(a) > size(b); });
-  Branches streams(layers[0].input.device(), std::min(kBranches, work.size()));
   for (const auto& which : work) {
-    const c10::StreamGuard guard(streams.next());
+    const c10::StreamGuard guard(streams->next());
     run(which);
   }
-  streams.join();
+  streams->join();
   return found;
 }
 
