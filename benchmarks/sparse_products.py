@@ -4,7 +4,7 @@ benchmarks.sparse`` that has no chain in it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from weft._scan.chain import sparse_of
 from weft._sparse.plan import count_flops
 from weft.sparse import (
     BatchedCSR,
+    MatmulPlan,
     avg_pool2d_jacobian,
     conv2d_jacobian,
     gelu_jacobian,
@@ -40,24 +41,34 @@ from benchmarks.cusparse import SpGEMM
 from benchmarks.sparse_nets import PRUNED_NETS, chain_of, vgg11
 
 CALLS = 16
-"""In one graph, where a kernel's own time is wanted."""
+"""In one graph, where a kernel's own time is wanted, and in a row."""
 
 
-def device_time(run: Callable[[], Any]) -> float:
+def device_time(run: Callable[[], Any], count: int = CALLS) -> float:
     """Milliseconds that the device spends on a call, from kernel to kernel in a CUDA graph: without the time that the
     host, or the graph's launch, takes to reach it, and with nothing in L2."""
     buffer = torch.zeros(torch.cuda.get_device_properties().L2_cache_size // 2, device="cuda")
 
     def calls(inner: Callable[[], Any]) -> Candidate:
         def flushed() -> None:
-            for _ in range(CALLS):
+            for _ in range(count):
                 buffer.sum()
                 inner()
 
         return timed(captured(flushed))
 
     times = measure({"run": calls(run), "flush": calls(lambda: None)}, "cuda")
-    return (times["run"] - times["flush"]) / CALLS
+    return (times["run"] - times["flush"]) / count
+
+
+def in_a_row(run: Callable[[], Any], count: int) -> Candidate:
+    """Calls one after the other: a single one's time is that of the first launch after a pause."""
+
+    def calls() -> None:
+        for _ in range(count):
+            run()
+
+    return timed(calls)
 
 
 @functools.cache
@@ -215,38 +226,48 @@ def product_entry(device: str, pair: str, B: int) -> Entry:
     return Entry(name, ("forward", "device_time", "plan_memory"), run)
 
 
-def level_products(layers: list[nn.Module], x: Tensor, levels: int) -> dict[str, tuple[BatchedCSR, BatchedCSR]]:
-    """The products of an up-sweep over a pruned net, of all levels, by level and place."""
-    nodes: list[BatchedCSR] = [sparse_of(J) for J in chain_of(layers, x, prune=True)]
-    found = {}
+def level_products(
+    layers: list[nn.Module], x: Tensor, levels: int, most: float
+) -> Iterator[tuple[str, BatchedCSR, BatchedCSR, MatmulPlan | None]]:
+    """The products of an up-sweep over a pruned net, of all levels: level and place, operands and plan. There is no
+    plan where a product takes more than `most` scalar products, and no product of such a one."""
+    nodes: list[BatchedCSR | None] = [sparse_of(J) for J in chain_of(layers, x, prune=True)]
     for level in range(levels):
-        products = []
+        products: list[BatchedCSR | None] = []
         for i in range(0, len(nodes) - 2, 2):
-            found[f"level{level}_{i // 2}"] = nodes[i + 1], nodes[i]
-            if level + 1 < levels:
-                products.append(plan_matmul(nodes[i + 1], nodes[i])(nodes[i + 1], nodes[i]))
-        nodes = [*products, nodes[-1]] if products else []
-    return found
+            b, a = nodes[i : i + 2]
+            products.append(None)
+            if a is not None and b is not None:
+                small = count_flops(a._pattern, b._pattern) // 2 <= most
+                plan = plan_matmul(a, b) if small else None
+                yield f"level{level}_{i // 2}", a, b, plan
+                if plan is not None and level + 1 < levels:
+                    products[-1] = plan(a, b)
+        nodes = [*products, nodes[-1]]
 
 
-def levels_entry(device: str, net: str, B: int, levels: int = 3, most: float = 2e9) -> Entry:
+def levels_entry(device: str, net: str, B: int, levels: int = 3, most: float = 1e9, prepared: float = 5e8) -> Entry:
     """Every product of the first levels of a pruned net's up-sweep beside the numeric phase of SpGEMMreuse, once a
     sample, as it has no batch: in a row, as the host calls it, and alone on the device. Products of more scalar
-    products than `most` are left out, and said."""
+    products a sample than `most` are left out, and said; where those of all samples are more than `prepared`, cuSPARSE
+    multiplies the first sample again and again, for whose buffers there is room."""
     name = case_name(op="plan_matmul", device=device, dtype="fp32", B=B, model=f"{net}_pruned")
 
     def run(results: Results) -> list[dict[str, str]]:
         rows = []
         layers, x = PRUNED_NETS[net](device, B)
-        for place, (a, b) in level_products(layers, x, levels).items():
+        for place, a, b, plan in level_products(layers, x, levels, most):
             case, products = f"{name} pair={place}", count_flops(a._pattern, b._pattern) // 2
-            if B * products > most:
+            if plan is None:
                 print(f"{case}: {products:.3g} scalar products a sample, not measured")
                 continue
-            plan = plan_matmul(a, b)
-            product = plan(a, b)
+            product, large = plan(a, b), B * products > prepared
+            samples, count = (1, 2) if large else (B, CALLS)
             singles = [
-                [J.with_values(v).to_sparse_csr() for v in (J.values if J.batch_size else [J.values] * B)]
+                [
+                    J.with_values(v).to_sparse_csr()
+                    for v in (J.values[:samples] if J.batch_size else [J.values] * samples)
+                ]
                 for J in (a, b)
             ]
             peers = [SpGEMM(u, v) for u, v in zip(*singles, strict=True)]
@@ -256,17 +277,20 @@ def levels_entry(device: str, net: str, B: int, levels: int = 3, most: float = 2
             mine = product.with_values(product.values.reshape(-1, plan.nnz)[0]).mv(probe)
             check_agreement(case, {"product": relative_error(mine, peers[0].result() @ probe)}, 1e-5)
 
-            def theirs(peers=peers) -> None:
+            def theirs(peers=peers * (B // samples)) -> None:
                 for one in peers:
                     one.rerun()
 
             def ours(plan=plan, a=a, b=b) -> BatchedCSR:
                 return plan(a, b)
 
-            times = measure({"weft": timed(ours), "cusparse_spgemm_reuse": timed(theirs)}, device)
-            rows += put_all(results, case, "forward", times)
-            spent = {"weft": device_time(ours), "cusparse_spgemm_reuse": device_time(theirs)}
-            rows += put_all(results, case, "device_time", spent)
+            calls = {"weft": ours, "cusparse_spgemm_reuse": theirs}
+            times = measure({name: in_a_row(call, count) for name, call in calls.items()}, device)
+            rows += put_all(results, case, "forward", {name: time / count for name, time in times.items()})
+            rows += put_all(
+                results, case, "device_time", {name: device_time(call, count) for name, call in calls.items()}
+            )
+            results.save()  # the next ones may take long
             del product, peers, singles, plan
             torch.cuda.empty_cache()
         return rows
