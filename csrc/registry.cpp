@@ -27,7 +27,8 @@ TORCH_LIBRARY(weft, m) {
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b, *, bool? gpu=None) "
       "-> (Tensor crow, Tensor col, Tensor axpy, Tensor accumulate, Tensor gather, Tensor starts, Tensor left, "
-      "Tensor right, Tensor shared, Tensor expand, Tensor pieces, Tensor segments, Tensor lists, Tensor info)",
+      "Tensor right, Tensor shared, Tensor expand, Tensor pieces, Tensor segments, Tensor lists, Tensor narrow, Tensor "
+      "info)",
       tags);
   m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);
   m.def("csr_matmul_left(Tensor[] patterns, Tensor y, Tensor g, bool shared) -> Tensor", tags);

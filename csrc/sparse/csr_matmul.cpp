@@ -19,7 +19,7 @@ namespace weft::sparse {
 namespace {
 
 using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                        at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+                        at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Parts of the rows that are worth a thread and a marker array of its own.
 template <typename F>
@@ -169,7 +169,12 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
   auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
   Expansion<I> expansion;
-  if (gpu && listable) {
+  std::vector<I> narrow;
+  const int64_t narrow_bytes = 2 * int64_t(sizeof(I)) * (b.rows + a.rows);  // with the numbers of rows
+  if (gpu && listable && worth_narrow(b.columns, products, a_col.size(0), nnz) && narrow_bytes <= bytes) {
+    narrow = list_narrow(b);
+    for (RowKind& kind : kinds) kind = kind == RowKind::kEmpty ? kind : RowKind::kAccumulate;
+  } else if (gpu && listable) {
     auto expanded = choose_expanded(counts, kinds);
     const int64_t rows = std::count(expanded.begin(), expanded.end(), RowKind::kExpand);
     if (rows > 0 &&
@@ -194,6 +199,7 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
           as_tensor(expansion.pieces, options),
           as_tensor(expansion.left, options),
           as_tensor(expansion.lists, options.dtype(at::kShort)),
+          as_tensor(narrow, options),
           at::tensor({products, made.axpy_products, made.gather_products, made.expand_products}, at::kLong)};
 }
 
@@ -231,19 +237,20 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu
     made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows,
                                                     gpu.value_or(device.is_cuda()));
   });
-  auto& [crow, col, axpy, accumulate, gather, starts, left, right, shared, expand, pieces, segments, lists, info] =
-      made;
+  auto& [crow, col, axpy, accumulate, gather, starts, left, right, shared, expand, pieces, segments, lists, narrow_rows,
+         info] = made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
   auto there = [&](const at::Tensor& p) { return p.to(device, narrow ? at::kInt : p.scalar_type()); };
-  return {there(crow),  there(col),    there(axpy),   there(accumulate), there(gather),   there(starts),    there(left),
-          there(right), there(shared), there(expand), there(pieces),     there(segments), lists.to(device), info};
+  return {there(crow),   there(col),      there(axpy),      there(accumulate),  there(gather),
+          there(starts), there(left),     there(right),     there(shared),      there(expand),
+          there(pieces), there(segments), lists.to(device), there(narrow_rows), info};
 }
 
 CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like) {
   check_floating(op, "values", like);
   check_indices(op, "patterns", {p.a_crow, p.a_col, p.b_crow, p.b_col, p.crow, p.col}, like);
   check_indices(op, "patterns", {p.a_crow, p.axpy, p.accumulate, p.gather, p.starts, p.left, p.right, p.shared}, like);
-  check_indices(op, "patterns", {p.a_crow, p.expand, p.pieces, p.segments}, like);
+  check_indices(op, "patterns", {p.a_crow, p.expand, p.pieces, p.segments, p.narrow}, like);
   TORCH_CHECK_VALUE(p.lists.scalar_type() == at::kShort && p.lists.device() == like.device() && p.lists.is_contiguous(),
                     op, ": the lists of pieces must be int16 on ", like.device());
   CsrMatmul m{};
@@ -258,7 +265,8 @@ CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like)
   m.axpy_rows = p.axpy.size(0), m.accumulate_rows = p.accumulate.size(0);
   m.expand = data(p.expand), m.expand_rows = p.expand.size(0);
   m.pieces = data(p.pieces), m.segments = data(p.segments), m.lists = static_cast<const int16_t*>(data(p.lists));
-  m.piece_count = p.pieces.size(0) / 3, m.segment_count = p.segments.size(0) / 2;
+  m.piece_count = p.pieces.size(0) / kPieceNumbers, m.segment_count = p.segments.size(0) / 2;
+  m.narrow = data(p.narrow);
   if (m.shared_lists) {
     m.gather_rows = m.gather ? p.gather.size(0) : m.rows;
     m.of_rows = p.shared.size(0) == m.gather_rows;

@@ -2,7 +2,7 @@
 // gradients weft::csr_matmul_left and weft::csr_matmul_right (numeric).
 //
 //   csr_matmul_plan(a, b, *, gpu) -> (crow, col, axpy, accumulate, gather, starts, left, right, shared,
-//                                     expand, pieces, segments, lists, info)
+//                                     expand, pieces, segments, lists, narrow, info)
 //     a, b     [crow, col], int32 or int64, on any device; the work is done on the CPU, and the device is waited for.
 //     gpu      whether a GPU will multiply; None: whether a is on one. A plan for a GPU serves a CPU, not the reverse.
 //     crow, col  the pattern of a * b: every element that has a scalar product; columns sorted.
@@ -21,6 +21,9 @@
 //               product that pieces of the product which are alike share (sparse/plan.h, Expansion: pieces, segments,
 //               lists, the last int16). A CPU accumulates them; a plan for it has none.
 //     accumulate  all other rows: products are found again from the patterns and added up in windows of columns.
+//     narrow    not empty where b has few columns and most of them in its rows: where each row of b begins and which
+//               columns it has (sparse/plan.h, list_narrow), by which a GPU finds products of rows that accumulate,
+//               which are then all. A plan for a CPU has none.
 //     info      scalar products: of all rows, of those of axpy, gathered and expanded; int64 on the CPU.
 //     crow, col and lists take at most twice the memory of the two operands and the product, with values in float32.
 //     RuntimeError where there are more than kMaxProducts scalar products.
@@ -29,8 +32,8 @@
 //   csr_matmul_left(patterns, y, g, shared)    values on a: sum over k of y[j, k] g[i, k]
 //   csr_matmul_right(patterns, x, g, shared)   values on b: sum over i of x[i, j] g[i, k]
 //     patterns  a's crow, col; b's crow, col; the product's crow, col; axpy, accumulate, gather, starts, left, right,
-//               shared, expand, pieces, segments, lists; and, for csr_matmul_right, crow, col, index of a transposed,
-//               which is made where it is missing.
+//               shared, expand, pieces, segments, lists, narrow; and, for csr_matmul_right, crow, col, index of a
+//               transposed, which is made where it is missing.
 //     x, y, g   values on a, b and the product, (nnz,) or (B, nnz). `shared`: the sum over the batch, (nnz,).
 //
 // <g, a b> is linear in x, y and g, and the three ops are its derivatives: gradients of any order follow. float16,

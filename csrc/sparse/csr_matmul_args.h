@@ -21,6 +21,7 @@ struct CsrMatmul {
   const void *pieces, *segments;  // of them, see sparse/plan.h, Expansion; of segments left, then right
   const int16_t* lists;
   int64_t piece_count, segment_count;
+  const void* narrow;                    // null, or of b's rows, see list_narrow; rows that accumulate are then by it
   const void *t_crow, *t_col, *t_index;  // a transposed; csr_matmul_right alone
   const void *x, *y, *g;                 // on a, b and the product: the two that are operands
   int64_t x_batch, y_batch, g_batch;

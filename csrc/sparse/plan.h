@@ -240,15 +240,20 @@ bool share_lists(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::v
 
 // Pieces of a product whose scalar products a block of a GPU writes into its shared memory, those of an element side by
 // side, before it sums them: elements of the product that follow each other, of one row or of several short ones.
-constexpr int64_t kPieceProducts = 2048;  // that a block has room for
-constexpr int64_t kPieceSegments = 512;   // the same of segments: what one element of a brings to a piece
-constexpr int64_t kSmallPiece = 256;      // products; a piece of fewer takes the next row, too
+constexpr int kPlaceBits = 11;
+constexpr int64_t kPieceProducts = 1 << kPlaceBits;  // that a block has room for
+constexpr int64_t kPieceSegments = 512;              // the same of segments: what one element of a brings to a piece
+constexpr int64_t kSmallPiece = 256;                 // products; a piece of fewer takes the next row, too
+constexpr int kPieceNumbers = 6;                     // what is said of a piece
+constexpr int kBaseOf = 32;                          // products whose segments are counted from the first one's
+static_assert(kBaseOf <= 1 << (16 - kPlaceBits), "a word has a place and a count of segments");
 
-// Piece p has the elements from pieces[3 p] on, the segments from pieces[3 p + 1] on and the list at pieces[3 p + 2],
-// which pieces that are alike share. Segment s multiplies element left[s] of a by elements of b: product q of the piece
-// is with right[s] + q. A list: how many segments and elements; where each segment's products begin, counted in their
-// own order, and where they end; the same of elements, counted in the order in which they are summed; and the place of
-// each product in that order. An element's products are in the order of a's elements.
+// Of piece p, pieces[kPieceNumbers p] on says where its elements, its segments and its list begin, and how many
+// segments, elements and products it has. Pieces that are alike share a list. Segment s multiplies element left[s] of a
+// by elements of b: product q of the piece is with right[s] + q. A list, of unsigned words: the segment of every
+// kBaseOf-th product; where each element's products begin, counted in the order in which they are summed, and where the
+// last one's end; and of each product, in the order of segments, its place in that order, and above kPlaceBits how many
+// segments it is after the last one that was said. An element's products are in the order of a's elements.
 template <typename I>
 struct Expansion {
   std::vector<I> pieces, left, right;
@@ -276,6 +281,27 @@ inline std::vector<RowKind> choose_expanded(const std::vector<RowCount>& rows, s
     if (taken && listable(i)) kinds[i] = RowKind::kExpand;
   }
   return kinds;
+}
+
+// Rows of b of few columns, for a GPU that reads a's elements in order and gives each column a lane: it wants to know
+// of a row of b where it begins and which columns it has. Worthwhile where an element of a brings several products, and
+// rows of a have several elements.
+constexpr int64_t kNarrow = 32, kNarrowProducts = 4, kNarrowElements = 8;
+constexpr bool worth_narrow(int64_t columns, int64_t products, int64_t a_elements, int64_t elements) {
+  return columns <= kNarrow && products >= kNarrowProducts * a_elements && products >= kNarrowElements * elements;
+}
+
+// (rows of b, 2): the first element, and a bit for each column.
+template <typename I>
+std::vector<I> list_narrow(const Csr<I>& b) {
+  std::vector<I> made;
+  made.reserve(2 * b.rows);
+  for (int64_t j = 0; j < b.rows; ++j) {
+    uint32_t bits = 0;
+    for (I f = b.crow[j]; f < b.crow[j + 1]; ++f) bits |= uint32_t(1) << b.col[f];
+    made.push_back(b.crow[j]), made.push_back(I(bits));
+  }
+  return made;
 }
 
 // Works out pieces, one after the other.
@@ -380,7 +406,7 @@ class Expander {
       list(n, elements);
       found = &known_.emplace(hash_, own)->second;
     }
-    for (const int64_t number : {int64_t(first_element_), first_segment_, found->where}) {
+    for (const int64_t number : {int64_t(first_element_), first_segment_, found->where, n, elements, products_}) {
       made_.pieces.push_back(I(number));
     }
     products_ = 0, parts_.clear();
@@ -404,28 +430,27 @@ class Expander {
 
   void list(int64_t n, int64_t elements) {
     const size_t at = made_.lists.size();
-    made_.lists.resize(at + 2 + n + 1 + elements + 1 + products_, 0);
-    int16_t *list = made_.lists.data() + at, *begins = list + 2, *starts = begins + n + 1,
-            *places = starts + elements + 1;
-    list[0] = int16_t(n), list[1] = int16_t(elements);
+    const int64_t bases_count = (products_ + kBaseOf - 1) / kBaseOf;
+    made_.lists.resize(at + bases_count + elements + 1 + products_, 0);
+    int16_t *bases = made_.lists.data() + at, *starts = bases + bases_count, *words = starts + elements + 1;
     // An element's number by its column: of one row at a time.
     std::vector<int16_t> next(elements + 1, 0), element_of(products_);
     int64_t q = 0, s = 0;
     for (const auto& [begin, end] : parts_) {
       for (I e = begin; e < end; ++e) place_[c_.col[e]] = I(e - first_element_);
       for (; s < n && rows_[first_segment_ + s].element == begin - first_element_; ++s) {
-        begins[s] = int16_t(q);
         const I* f = b_.col + made_.right[first_segment_ + s] + q;
         for (int64_t k = 0; k < rows_[first_segment_ + s].size; ++k, ++q) {
+          if (q % kBaseOf == 0) bases[q / kBaseOf] = int16_t(s);
+          words[q] = int16_t((s - bases[q / kBaseOf]) << kPlaceBits);
           element_of[q] = int16_t(place_[f[k]]);
           ++next[element_of[q] + 1];
         }
       }
     }
-    begins[n] = int16_t(q);
     for (int64_t e = 0; e < elements; ++e) next[e + 1] = int16_t(next[e + 1] + next[e]);
     std::copy(next.begin(), next.end(), starts);
-    for (q = 0; q < products_; ++q) places[q] = next[element_of[q]]++;
+    for (q = 0; q < products_; ++q) words[q] = int16_t(words[q] | next[element_of[q]]++);
   }
 
   struct Segment {

@@ -13,19 +13,20 @@ struct ProductPlan {
   at::Tensor starts, left, right, shared;   // lists of the gathered ones
   at::Tensor expand, pieces, segments;      // rows that are expanded, and the pieces they are expanded in
   at::Tensor lists;                         // of pieces
+  at::Tensor narrow;                        // of b's rows, where these have few columns
   at::Tensor t_crow, t_col, t_index;        // a transposed; undefined where it was not given
 
-  static constexpr size_t kTensors = 17, kWithTransposed = 20;
+  static constexpr size_t kTensors = 18, kWithTransposed = 21;
 
   // ValueError where the list is none.
   static ProductPlan of(const char* op, at::TensorList list) {
     TORCH_CHECK_VALUE(list.size() == kTensors || list.size() == kWithTransposed, op, ": patterns must be ", kTensors,
                       " or ", kWithTransposed, " tensors, got ", list.size());
     ProductPlan plan;
-    at::Tensor* const members[] = {&plan.a_crow,   &plan.a_col, &plan.b_crow,     &plan.b_col,  &plan.crow,
-                                   &plan.col,      &plan.axpy,  &plan.accumulate, &plan.gather, &plan.starts,
-                                   &plan.left,     &plan.right, &plan.shared,     &plan.expand, &plan.pieces,
-                                   &plan.segments, &plan.lists, &plan.t_crow,     &plan.t_col,  &plan.t_index};
+    at::Tensor* const members[] = {
+        &plan.a_crow,     &plan.a_col,    &plan.b_crow, &plan.b_col,  &plan.crow,   &plan.col,    &plan.axpy,
+        &plan.accumulate, &plan.gather,   &plan.starts, &plan.left,   &plan.right,  &plan.shared, &plan.expand,
+        &plan.pieces,     &plan.segments, &plan.lists,  &plan.narrow, &plan.t_crow, &plan.t_col,  &plan.t_index};
     for (size_t i = 0; i < list.size(); ++i) *members[i] = list[i];
     return plan;
   }

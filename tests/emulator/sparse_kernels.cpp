@@ -7,6 +7,9 @@
 inline double __shfl_xor_sync(unsigned, double x, int lanes) {
   return shuffled(x, emulator::current->lane ^ lanes);
 }
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
 template <typename T>
 T __ldcg(const T* p) {
   return *p;
@@ -49,7 +52,7 @@ extern "C" void run(int which, int f64, int wide, int shared, const int64_t* siz
                              &m.axpy,         &m.accumulate, &m.gather, &m.starts,  &m.left,   &m.right,
                              &m.shared_lists, &m.expand,     &m.pieces, &m.segments};
   for (const void** pointer : to) *pointer = *pointers++;
-  m.lists = static_cast<const int16_t*>(*pointers++);
+  m.lists = static_cast<const int16_t*>(*pointers++), m.narrow = *pointers++;
   for (const void** pointer : {&m.t_crow, &m.t_col, &m.t_index, &m.x, &m.y, &m.g}) *pointer = *pointers++;
   m.out = *pointers;
   (which == 0 ? csr_matmul_cuda : which == 1 ? csr_matmul_left_cuda : csr_matmul_right_cuda)(m, nullptr);

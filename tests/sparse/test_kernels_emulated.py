@@ -134,11 +134,11 @@ def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterat
     patterns, index, dtype = for_gpu(plan), plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
     g = torch.randn(B, plan.nnz, dtype=dtype)
-    axpy, accumulate, gather, _, left, right, shared, expand, pieces, segments, _ = (t.shape[0] for t in patterns[6:])
+    axpy, accumulate, gather, _, left, right, shared, expand, pieces, segments, *_ = (t.shape[0] for t in patterns[6:])
     rows = (gather or J.shape[0]) if shared else 0
     elements = 0 if shared or not (left or right or not (axpy or accumulate or expand)) else gather or plan.nnz
     sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, axpy, accumulate, elements, max(left, right)]
-    strides = [stride(J.values), stride(K.values), plan.nnz, rows, pieces // 3, segments // 2]
+    strides = [stride(J.values), stride(K.values), plan.nnz, rows, pieces // 6, segments // 2]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
     operands = [J.values, K.values, g]
 
@@ -315,17 +315,39 @@ def expanded(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         )  # fmt: skip
         plan = plan_matmul(J, K)
         pieces, lists = (for_gpu(plan)[at] for at in (14, 16))
-        places = pieces.view(-1, 3)[:, 2]
+        places = pieces.view(-1, 6)[:, 2]
         assert 0 < len(places) and (a is not first or len(places.unique()) < len(places)) and len(lists)
         yield from itertools.islice(of_product(plan, J, K, max(n or 1 for n in batch)), 1)
 
 
-def products_and_pieces(*case: object) -> Iterator[Call]:
+def narrow(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    """Products with few columns, of rows of every length, also of none."""
+    for columns in (6, 10, 32):
+        J, K = (
+            random_csr(*shape, n, density, dtype, index=index)
+            for shape, n, density in zip(((29, 150), (150, columns)), batch, (0.6, 0.9), strict=True)
+        )
+        if columns == 10:
+            stored = J.to_dense() != 0
+            stored = stored if stored.dim() == 2 else stored[0]
+            stored[3], stored[7, 33:] = False, False
+            J = BatchedCSR.from_dense(stored.to(dtype))
+            J = BatchedCSR(
+                J.crow.to(index), J.col.to(index),
+                torch.randn(*([] if batch[0] is None else [batch[0]]), J.nnz, dtype=dtype), J.shape,
+            )  # fmt: skip
+        plan = plan_matmul(J, K)
+        assert len(for_gpu(plan)[17]) == 300
+        yield from itertools.islice(of_product(plan, J, K, max(n or 1 for n in batch)), 1)
+
+
+def all_products(*case: object) -> Iterator[Call]:
     yield from products(*case)
     yield from expanded(*case)
+    yield from narrow(*case)
 
 
-CHECKS = [products_and_pieces, vectors, chains, convolutions, pools]
+CHECKS = [all_products, vectors, chains, convolutions, pools]
 CASES = [
     (torch.int32, torch.float32, (None, None), 0),
     (torch.int64, torch.float64, (5, None), 1),
@@ -356,7 +378,14 @@ def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
 FLAWS = {
     "forgets the last columns of a short row": (ROWS, "kShortLanes < n) out[own", "kShortLanes + 8 < n) out[own"),
     "takes one group's sums for all": (ROWS, "g < groups; ++g", "g < 1; ++g"),
-    "leaves a row of few columns out": (ROWS, "from += kTurns * groups", "from += kTurns * groups + 1"),
+    "takes the number of the column before": (ROWS, "__popc(of_row & (own - 1))", "__popc(of_row & (own / 2 - 1))"),
+    "forgets elements of a": (
+        ROWS,
+        "const int e = k + u * groups + group;",
+        "const int e = k + u * groups + 1 + group;",
+    ),
+    "adds the numbers of columns that a row has not": (ROWS, "e < count && (of_row & own) != 0", "e < count"),
+    "forgets an element's last products": (GATHER, "step += kSteps", "step += kSteps + 1"),
     "forgets the last columns of a row": (ROWS, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
     "adds rows of a window at once": (ROWS, "          __syncwarp();\n          f = g", "          f = g"),
     "takes a window too far": (ROWS, "high = low + kWidth;", "high = low + kWidth + 1;"),
@@ -367,10 +396,15 @@ FLAWS = {
     "takes rows that share lists for all": (GATHER, "m.gather ? int64_t(ints<I>(m.gather)[r]) : r", "r"),
     "writes over y in rows that share lists": (GATHER, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),
     "forgets the last numbers in order": (GATHER, "p < 4 && own + p < m.c_nnz", "p < 3 && own + p < m.c_nnz"),
-    "puts products at the places of the ones before": (EXPAND, "places[q + kLanes] : 0", "places[q] : 0"),
+    "puts products at the places of the ones before": (
+        EXPAND,
+        "[told[first + u] & kPlaceMask]",
+        "[told[first] & kPlaceMask]",
+    ),
+    "counts segments from the piece's first": (EXPAND, "(told >> 16) + ", ""),
     "sums before all products are there": (
         EXPAND,
-        "read_begins(threadIdx.x);\n    __syncthreads();",
+        "read_begins(threadIdx.x);\n  __syncthreads();",
         "read_begins(threadIdx.x);",
     ),
     "forgets an element's last product": (EXPAND, "q < to[p]; ++q", "q + 1 < to[p]; ++q"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
+from weft._sparse.plan import PlanTensors
 from weft._sparse.reference import csr_matmul_reference
 from weft.sparse import (
     BatchedCSR,
@@ -423,18 +424,18 @@ def test_what_a_plan_for_a_gpu_expands(batch: tuple) -> None:
     left, right = segments.view(2, -1)
     if batch != (None, None):
         return
-    found, where = torch.zeros(plan.nnz), pieces.view(-1, 3)
+    found, where, lists = torch.zeros(plan.nnz), pieces.view(-1, 6), lists & 0xFFFF
     assert len(where[:, 2].unique()) < len(where)
-    for element, segment, place in where.tolist():
-        n, elements = lists[place], lists[place + 1]
-        begins, starts = lists[place + 2 :][: n + 1], lists[place + n + 3 :][: elements + 1]
-        places = lists[place + n + elements + 4 :][: begins[-1]]
-        number = torch.arange(len(places)) + torch.repeat_interleave(right[segment : segment + n], begins.diff())
-        factor = torch.repeat_interleave(a.values[left[segment : segment + n]], begins.diff())
-        sums = torch.zeros(len(places))
+    for element, segment, place, n, elements, count in where.tolist():
+        sizes = [-(-count // 32), elements + 1, count]
+        bases, starts, words = lists[place : place + sum(sizes)].split(sizes)
+        places, own = words % 2048, segment + bases.repeat_interleave(32)[:count] + words // 2048
+        assert int(own.max()) < segment + n
+        number, factor = torch.arange(count) + right[own], a.values[left[own]]
+        sums = torch.zeros(count)
         sums[places] = factor * b.values[number]
-        owner = torch.repeat_interleave(torch.arange(int(elements)), starts.diff())
-        found[element : element + elements] = torch.zeros(int(elements)).index_add(0, owner, sums)
+        owner = torch.repeat_interleave(torch.arange(elements), starts.diff())
+        found[element : element + elements] = torch.zeros(elements).index_add(0, owner, sums)
     assert_close(found, plan(a, b).values, 1e-6)
 
 
@@ -458,6 +459,42 @@ def test_a_gpu_expands(batch: tuple, dtype: torch.dtype) -> None:
     a.values.normal_()
     graph.replay()
     assert torch.equal(captured, plan(a, b).values)
+
+
+def few_columns(columns: int, batch: tuple, dtype: torch.dtype, device: str) -> tuple:
+    a = random_csr(90, 300, batch[0], 0.4, dtype, device=device)
+    return a, random_csr(300, columns, batch[1], 0.8, dtype, device=device)
+
+
+@pytest.mark.parametrize(("columns", "narrow"), [(4, False), (10, True), (32, True), (33, False)])
+def test_what_a_plan_for_a_gpu_knows_of_few_columns(columns: int, narrow: bool) -> None:
+    """Where each row of b begins and which columns it has; every row accumulates then, and the CPU takes the plan."""
+    a, b = few_columns(columns, (None, None), torch.float32, "cpu")
+    *rows, info = torch.ops.weft.csr_matmul_plan(a._pattern.tensors, b._pattern.tensors, gpu=True)
+    plan = PlanTensors.of([*plan_matmul(a, b)._patterns[:4], *rows])
+    assert (plan.narrow.numel() > 0) == narrow
+    assert_close(torch.ops.weft.csr_matmul(list(plan), a.values, b.values), plan_matmul(a, b)(a, b).values, 1e-6)
+    if narrow:
+        begins, bits = plan.narrow.view(-1, 2).T
+        assert torch.equal(begins, b.crow[:-1]) and plan.accumulate.shape == (90,) and not info[1:].any()
+        assert torch.equal(bits.unsqueeze(1) >> torch.arange(columns) & 1, (b.to_dense() != 0).int())
+
+
+@pytest.mark.cuda
+@dtypes
+@pytest.mark.parametrize("columns", [5, 10, 32])
+@pytest.mark.parametrize("batch", [(None, None), (3, None), (None, 9), (5, 5)], ids=str)
+def test_a_gpu_multiplies_by_few_columns(batch: tuple, columns: int, dtype: torch.dtype) -> None:
+    a, b = few_columns(columns, batch, dtype, "cuda")
+    plan = plan_matmul(a, b)
+    assert PlanTensors.of(plan._patterns).narrow.numel() == 600
+    with poisoned():
+        got = plan(a, b)
+    assert_close(got.to_dense(), dense(a) @ dense(b))
+    assert torch.equal(got.values, plan(a, b).values)
+    if got.batch_size is not None:
+        x, y = (v[-1] if v.dim() == 2 else v for v in (a.values, b.values))
+        assert torch.equal(got.values[-1], plan(a.with_values(x), b.with_values(y)).values)
 
 
 @pytest.mark.cuda

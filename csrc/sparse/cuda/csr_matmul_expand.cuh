@@ -1,11 +1,12 @@
 // Expanded rows of a planned product, in pieces.
 //
 // A block has a piece of the product, one row or a few short ones, for as many samples as 16 bytes hold. It
-// writes the piece's scalar products into shared memory, those of an element side by side, by planned places
-// of two bytes; then each thread sums its elements' own. Of a segment, what one element of a brings, lanes
-// read b's numbers next to each other; all that waits for nothing but the piece's number is read at once:
-// b's numbers and places, and before the barrier where the first elements begin. Bound by the 10 bytes a
-// product and 6 an element, of which a result's 4 go to memory; y and most lists come from L2.
+// writes the piece's scalar products into shared memory, those of an element side by side, by planned words
+// of two bytes: where a product goes, and whose it is; then each thread sums its elements' own. Products are
+// dealt to threads one by one, whatever the length of a segment, what one element of a brings: lanes read
+// b's numbers next to each other. All that waits for nothing but the piece's numbers is read at once: b's
+// numbers' words, a's numbers, and before the barrier where the first elements begin. Bound by what shared
+// memory and L1 do a product: its word, b's number, its factor, and its way through shared memory.
 #pragma once
 #include "sparse/cuda/csr_matmul_lookup.cuh"
 #include "sparse/plan.h"
@@ -13,8 +14,9 @@
 namespace weft::sparse {
 namespace {
 
-constexpr int kSegmentLanes = 8;  // that share a segment, two products each at a time
-constexpr int kBegins = 4;        // elements of a thread whose products' beginnings it reads at a time
+constexpr int kBegins = 4;                              // elements of a thread whose beginnings it reads at a time
+constexpr int kDealt = int(kPieceProducts) / kThreads;  // products of a thread
+constexpr int kPlaceMask = (1 << kPlaceBits) - 1;
 
 // Of a thread's samples.
 template <typename T, int kTile>
@@ -22,88 +24,94 @@ struct alignas(sizeof(acc_t<T>) * kTile) Numbers {
   acc_t<T> v[kTile];
 };
 
-// blockIdx.x counts pieces, blockIdx.y samples, kTile of them together; kSegmentLanes lanes share a segment.
+// Of what a thread knows of a product: its word, above it the segment that it is counted from.
+__device__ __forceinline__ int segment_of(unsigned told) {
+  return int((told >> 16) + ((told & 0xffff) >> kPlaceBits));
+}
+
+// blockIdx.x counts pieces.
 template <typename I, typename T, int kTile>
-__global__ void __launch_bounds__(kThreads, kTile == 1 ? 6 : 4) expand_kernel(CsrMatmul m) {
-  constexpr int kLanes = kSegmentLanes;
+__global__ void __launch_bounds__(kThreads, kTile == 1 && sizeof(I) == 4 ? 6 : 4) expand_kernel(CsrMatmul m) {
+  constexpr int kAhead = kDealt / kTile;  // products whose numbers are read before the first is written
   static __shared__ Numbers<T, kTile> products[kPieceProducts];
   static __shared__ Numbers<T, kTile> factors[kPieceSegments];  // of a, one a segment
   static __shared__ I rights[kPieceSegments];
-  static __shared__ int16_t begins[kPieceSegments + 1];
-  const I* piece = ints<I>(m.pieces) + 3 * int64_t(blockIdx.x);
+  const I* piece = ints<I>(m.pieces) + kPieceNumbers * int64_t(blockIdx.x);
   const I first_element = piece[0], first_segment = piece[1];
-  const int16_t* list = m.lists + piece[2];
-  const int segments = list[0], elements = list[1];
-  const int16_t *list_begins = list + 2, *starts = list_begins + segments + 1, *places = starts + elements + 1;
+  const int segments = int(piece[3]), elements = int(piece[4]), count = int(piece[5]);
+  const auto* bases = reinterpret_cast<const uint16_t*>(m.lists) + piece[2];
+  const uint16_t *starts = bases + (count + kBaseOf - 1) / kBaseOf, *words = starts + elements + 1;
   const I *left = ints<I>(m.segments) + first_segment, *right = left + m.segment_count;
-  for (int64_t sample = int64_t(blockIdx.y) * kTile; sample < m.batch; sample += int64_t(gridDim.y) * kTile) {
-    const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
-    const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
-    T* out = static_cast<T*>(m.out) + sample * m.c_nnz + first_element;
-    const int64_t count = m.batch - sample;
-    for (int s = threadIdx.x; s < segments; s += kThreads) {
-      const I l = left[s];
-      rights[s] = right[s], begins[s] = list_begins[s];
+  const int64_t sample = first_sample<kTile>();
+  if (sample >= m.batch) return;
+  const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
+  const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
+  T* out = static_cast<T*>(m.out) + sample * m.c_nnz + first_element;
+  const int64_t samples = m.batch - sample;
+  unsigned told[kDealt];
+#pragma unroll
+  for (int u = 0; u < kDealt; ++u) {
+    const int q = int(threadIdx.x) + u * kThreads;
+    told[u] = q < count ? words[q] | unsigned(bases[q / kBaseOf]) << 16 : 0u;
+  }
+  for (int s = threadIdx.x; s < segments; s += kThreads) {
+    const I l = left[s];
+    rights[s] = right[s];
+#pragma unroll
+    for (int t = 0; t < kTile; ++t) {
+      factors[s].v[t] = t < samples ? to_acc(x[t * m.x_batch + l]) : acc_t<T>(0);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int first = 0; first < kDealt; first += kAhead) {
+    T number[kAhead][kTile];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int q = int(threadIdx.x) + (first + u) * kThreads;
+      const T* numbers = y + (rights[segment_of(told[first + u])] + q);
 #pragma unroll
       for (int t = 0; t < kTile; ++t) {
-        factors[s].v[t] = t < count ? to_acc(x[t * m.x_batch + l]) : acc_t<T>(0);
+        if (q < count && t < samples) number[u][t] = numbers[t * m.y_batch];
       }
     }
-    if (threadIdx.x == 0) begins[segments] = list_begins[segments];
-    __syncthreads();
-    for (int s = threadIdx.x / kLanes; s < segments; s += kThreads / kLanes) {
-      const T* numbers = y + rights[s];
-      const int end = begins[s + 1];
-      const Numbers<T, kTile> factor = factors[s];
-      for (int q = begins[s] + int(threadIdx.x) % kLanes; q < end; q += 2 * kLanes) {
-        // Loads of two products together, so that none waits for the other's.
-        const bool both = q + kLanes < end;
-        const int place = places[q], other_place = both ? places[q + kLanes] : 0;
-        T own[kTile], other[kTile];
 #pragma unroll
-        for (int t = 0; t < kTile; ++t) {
-          if (t < count) own[t] = numbers[t * m.y_batch + q];
-          if (t < count && both) other[t] = numbers[t * m.y_batch + q + kLanes];
-        }
-        Numbers<T, kTile> found;
+    for (int u = 0; u < kAhead; ++u) {
+      if (int(threadIdx.x) + (first + u) * kThreads < count) {
+        Numbers<T, kTile> found = factors[segment_of(told[first + u])];
 #pragma unroll
-        for (int t = 0; t < kTile; ++t) found.v[t] = t < count ? factor.v[t] * to_acc(own[t]) : acc_t<T>(0);
-        products[place] = found;
-        if (!both) continue;
-#pragma unroll
-        for (int t = 0; t < kTile; ++t) found.v[t] = t < count ? factor.v[t] * to_acc(other[t]) : acc_t<T>(0);
-        products[other_place] = found;
+        for (int t = 0; t < kTile; ++t) found.v[t] = t < samples ? found.v[t] * to_acc(number[u][t]) : acc_t<T>(0);
+        products[told[first + u] & kPlaceMask] = found;
       }
     }
-    int16_t from[kBegins], to[kBegins];
-    const auto read_begins = [&](int first) {
+  }
+  uint16_t from[kBegins], to[kBegins];
+  const auto read_begins = [&](int first) {
 #pragma unroll
-      for (int p = 0; p < kBegins; ++p) {
-        const int e = first + p * kThreads;
-        from[p] = e < elements ? starts[e] : int16_t(0), to[p] = e < elements ? starts[e + 1] : int16_t(0);
+    for (int p = 0; p < kBegins; ++p) {
+      const int e = first + p * kThreads;
+      from[p] = e < elements ? starts[e] : uint16_t(0), to[p] = e < elements ? starts[e + 1] : uint16_t(0);
+    }
+  };
+  read_begins(threadIdx.x);
+  __syncthreads();
+  for (int first = threadIdx.x; first < elements; first += kBegins * kThreads) {
+    if (first >= kBegins * kThreads) read_begins(first);
+#pragma unroll
+    for (int p = 0; p < kBegins; ++p) {
+      const int e = first + p * kThreads;
+      if (e >= elements) break;
+      Numbers<T, kTile> sum = products[from[p]];
+      for (int q = from[p] + 1; q < to[p]; ++q) {
+        const Numbers<T, kTile> next = products[q];
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) sum.v[t] += next.v[t];
       }
-    };
-    read_begins(threadIdx.x);
-    __syncthreads();
-    for (int first = threadIdx.x; first < elements; first += kBegins * kThreads) {
-      if (first >= kBegins * kThreads) read_begins(first);
 #pragma unroll
-      for (int p = 0; p < kBegins; ++p) {
-        const int e = first + p * kThreads;
-        if (e >= elements) break;
-        Numbers<T, kTile> sum = products[from[p]];
-        for (int q = from[p] + 1; q < to[p]; ++q) {
-          const Numbers<T, kTile> next = products[q];
-#pragma unroll
-          for (int t = 0; t < kTile; ++t) sum.v[t] += next.v[t];
-        }
-#pragma unroll
-        for (int t = 0; t < kTile; ++t) {
-          if (t < count) __stcs(out + t * m.c_nnz + e, from_acc<T>(sum.v[t]));
-        }
+      for (int t = 0; t < kTile; ++t) {
+        if (t < samples) __stcs(out + t * m.c_nnz + e, from_acc<T>(sum.v[t]));
       }
     }
-    __syncthreads();  // the sums are read before the next samples' products are written
   }
 }
 

@@ -16,16 +16,19 @@
 namespace weft::sparse {
 namespace {
 
-constexpr int kElements = 2;      // of a thread that has one sample; more products of each wait for each other
-constexpr int kGathers = 4;       // the same where an element is one product
+constexpr int kElements = 2;      // of a thread that has one sample, where most elements are one product
+constexpr int kGathers = 4;       // the same where all are
+constexpr int kSteps = 4;         // products of an element at a time, where elements have several
 constexpr int kWide = 16;         // samples whose numbers lie side by side
 constexpr int kRows = 2;          // that share lists, of a thread that has one sample
 constexpr int kRowThreads = 512;  // of a row, at most
 
-// A thread has kElements elements of the product, for kTile samples: what it reads of one does not wait for another. Of
-// the first sample it leaves out blocks whose elements are all among the first `done`.
-template <typename I, typename T, int kTile, int kElements>
+// A thread has kElements elements of the product, for kTile samples, of each kSteps products at a time: what it reads
+// of one does not wait for another. Of the first sample it leaves out blocks whose elements are all among the first
+// `done`.
+template <typename I, typename T, int kTile, int kElements, int kSteps>
 __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t done) {
+  constexpr int kLoads = kElements * kSteps;  // load p is of element p % kElements
   const int64_t own = int64_t(blockIdx.x) * (kThreads * kElements) + threadIdx.x;
   if (kTile == 1 && blockIdx.y == 0 && int64_t(blockIdx.x + 1) * (kThreads * kElements) <= done) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
@@ -43,38 +46,40 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t d
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
     const int64_t count = m.batch - first;
     acc_t<T> sum[kElements][kTile] = {};
-    for (I step = 0; step < most; ++step) {
+    for (I step = 0; step < most; step += kSteps) {
       // Loads of one kind together, so that none waits for another's.
-      bool real[kElements];
-      I r[kElements], l[kElements];
+      bool real[kLoads];
+      I r[kLoads], l[kLoads];
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) l[p] = begin[p] + step, real[p] = l[p] < end[p];
+      for (int p = 0; p < kLoads; ++p) {
+        l[p] = begin[p % kElements] + step + p / kElements, real[p] = l[p] < end[p % kElements];
+      }
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) r[p] = !right ? l[p] : real[p] ? right[l[p]] : I(0);
+      for (int p = 0; p < kLoads; ++p) r[p] = !right ? l[p] : real[p] ? right[l[p]] : I(0);
       if (left) {
 #pragma unroll
-        for (int p = 0; p < kElements; ++p) l[p] = real[p] ? left[l[p]] : I(0);
+        for (int p = 0; p < kLoads; ++p) l[p] = real[p] ? left[l[p]] : I(0);
       }
-      T factor[kElements][kTile], number[kElements][kTile];
+      T factor[kLoads][kTile], number[kLoads][kTile];
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) {
+      for (int p = 0; p < kLoads; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
           if (real[p] && t < count) factor[p][t] = x[t * m.x_batch + l[p]];
         }
       }
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) {
+      for (int p = 0; p < kLoads; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
           if (real[p] && t < count) number[p][t] = y[t * m.y_batch + r[p]];
         }
       }
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) {
+      for (int p = 0; p < kLoads; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
-          if (real[p] && t < count) sum[p][t] += to_acc(factor[p][t]) * to_acc(number[p][t]);
+          if (real[p] && t < count) sum[p % kElements][t] += to_acc(factor[p][t]) * to_acc(number[p][t]);
         }
       }
     }

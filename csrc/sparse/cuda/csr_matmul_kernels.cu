@@ -16,6 +16,7 @@ namespace weft::sparse {
 namespace {
 
 constexpr int kFewElements = 2, kShortRow = 128;  // of a row of a and of the product on the average, of short rows
+constexpr int kFilling = 4;           // blocks of a multiprocessor, with fewer of which it waits for single loads
 constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
 
 // Lanes for rows of `length` on the average.
@@ -56,10 +57,10 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       done = limit % m.c_nnz;
     }
     const auto blocks = [&](int64_t elements) { return ceil_div(m.gather_elements, kThreads * elements); };
-    const auto each = [&](auto elements) {
+    const auto each = [&](auto elements, auto steps) {
       constexpr int kOwn = decltype(elements)::value;
-      launch("csr_matmul_gather", gather_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
-             m, done);
+      launch("csr_matmul_gather", gather_kernel<I, T, 1, kOwn, decltype(steps)::value>,
+             Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream, m, done);
     };
     // Threads for one row, in as many turns as its length takes; blocks share them as far as that fills the device.
     const int turns = int(std::min<int64_t>(ceil_div(of_row, kRowThreads), 64));
@@ -76,17 +77,27 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     if (m.gather_rows > 0) {
       single ? rows(One(), std::integral_constant<int, kRows>()) : rows(std::integral_constant<int, kSamples>(), One());
     } else if (single) {
-      m.starts ? each(std::integral_constant<int, kElements>()) : each(std::integral_constant<int, kGathers>());
+      if (!m.starts) {
+        each(std::integral_constant<int, kGathers>(), One());
+      } else if (2 * m.gather_products < 3 * m.gather_elements &&
+                 blocks(kElements) >= kFilling * device_limits().sm_count) {
+        each(std::integral_constant<int, kElements>(), One());
+      } else {
+        each(One(), std::integral_constant<int, kSteps>());
+      }
     } else {
-      launch("csr_matmul_gather", gather_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),
-             kThreads, 0, stream, m, done);
+      launch("csr_matmul_gather", gather_kernel<I, T, kSamples, 1, 1>,
+             Grid(blocks(1), most(ceil_div(m.batch, kSamples))), kThreads, 0, stream, m, done);
     }
   }
+  const auto tiles = [&](int64_t blocks, int64_t samples) {
+    const int64_t all = ceil_div(m.batch, samples), y = most(all);
+    return Grid(blocks, y, ceil_div(all, y));
+  };
   if (m.piece_count > 0) {
     const auto expand = [&](auto tile) {
       constexpr int kTile = decltype(tile)::value;
-      launch("csr_matmul_expand", expand_kernel<I, T, kTile>, Grid(m.piece_count, most(ceil_div(m.batch, kTile))),
-             kThreads, 0, stream, m);
+      launch("csr_matmul_expand", expand_kernel<I, T, kTile>, tiles(m.piece_count, kTile), kThreads, 0, stream, m);
     };
     m.batch == 1 ? expand(std::integral_constant<int, 1>())
                  : expand(std::integral_constant<int, 16 / sizeof(acc_t<T>)>());
@@ -105,7 +116,14 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     const Grid grid(ceil_div(m.axpy_rows, kWarps), most(m.batch), parts(m.axpy_rows, of_row));
     launch("csr_matmul_axpy", axpy_kernel<I, T>, grid, kThreads, 0, stream, m);
   }
-  if (m.accumulate_rows > 0) {
+  if (m.accumulate_rows > 0 && m.narrow) {
+    const auto narrow = [&](auto tile) {
+      constexpr int kTile = decltype(tile)::value;
+      launch("csr_matmul_narrow", narrow_kernel<I, T, kTile>, tiles(ceil_div(m.accumulate_rows, kWarps), kTile),
+             kThreads, 0, stream, m);
+    };
+    m.batch == 1 ? narrow(std::integral_constant<int, 1>()) : narrow(std::integral_constant<int, kSamples>());
+  } else if (m.accumulate_rows > 0) {
     const Grid grid(ceil_div(m.accumulate_rows, kWarps), most(m.batch), parts(m.accumulate_rows, 64 * kColumns));
     launch("csr_matmul_accumulate", accumulate_kernel<I, T>, grid, kThreads, 0, stream, m);
   }

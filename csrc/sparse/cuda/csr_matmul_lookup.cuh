@@ -17,6 +17,12 @@ __device__ __forceinline__ const I* ints(const void* p) {
   return static_cast<const I*>(p);
 }
 
+// The first of a block's kTile samples, which blockIdx.y counts, and blockIdx.z where they are more; maybe none.
+template <int kTile>
+__device__ __forceinline__ int64_t first_sample() {
+  return (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * kTile;
+}
+
 // The first of [begin, end) in order whose number is not below `value`.
 template <typename I>
 __device__ __forceinline__ int64_t lower_bound(const I* numbers, int64_t begin, int64_t end, int64_t value) {

@@ -7,8 +7,11 @@
 // accumulate  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane
 //           looks up the window's part of another row of b; then the warp adds the parts one after the other. Within a
 //           row columns differ, so that no two lanes add to one sum, and a warp waits for nobody.
-//           A row of few columns is summed by groups of lanes, as many as have room for its columns: each group takes
-//           other rows of b, and has sums of its own, which are added up in order in the end.
+// narrow    where b has few columns, a warp has a row, whose columns are lanes' own, as often as there is room: each
+//           group of lanes takes other elements of a, and its sums are added up in order in the end. Lanes read a's
+//           elements in order, and where their rows of b begin and which columns these have; then they hand them round.
+//           A lane finds its number of a row of b by counting the columns before its own. Bound by L1, which looks up
+//           a line of b for each element of a.
 #pragma once
 #include "sparse/cuda/csr_matmul_lookup.cuh"
 
@@ -92,45 +95,81 @@ __global__ void __launch_bounds__(kThreads) short_axpy_kernel(CsrMatmul m) {
   }
 }
 
-constexpr int kTurns = 4;  // rows of b that a group of lanes reads at a time
-
-// Row r of those that accumulate, whose columns are fewer than 32 from the first to the last, for one sample. Sums are
-// a warp's, 32 numbers.
-template <typename I, typename T>
-__device__ __forceinline__ void accumulate_narrow(const CsrMatmul& m, int64_t a_begin, int64_t a_end, int64_t c_begin,
-                                                  int64_t c_end, const T* x, const T* y, T* out, acc_t<T>* sums) {
-  const I *b_crow = ints<I>(m.b_crow), *b_col = ints<I>(m.b_col), *c_col = ints<I>(m.c_col);
-  const I low = c_col[c_begin];
-  const int span = int(c_col[c_end - 1] - low) + 1, room = span <= 8 ? 8 : span <= 16 ? 16 : 32;
-  const int lane = threadIdx.x % 32, own = lane % room, groups = 32 / room;
-  sums[lane] = 0;
-  __syncwarp();
-  for (int64_t from = a_begin; from < a_end; from += kTurns * groups) {
-    I column[kTurns];
-    acc_t<T> product[kTurns];
-    bool real[kTurns];
+// blockIdx.x counts rows, kWarps of them together.
+template <typename I, typename T, int kTile>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kTile == 1 ? 5 : 4) narrow_kernel(CsrMatmul m) {
+  using Acc = acc_t<T>;
+  constexpr int kHeld = kTile == 1 ? 2 : 1;      // elements of a that a lane reads at a time
+  constexpr int kTogether = kTile == 1 ? 4 : 2;  // numbers of b that it waits for at a time, of each sample
+  const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t first = first_sample<kTile>();
+  if (r >= m.accumulate_rows || first >= m.batch) return;  // with all of its warp
+  const int lane = threadIdx.x % 32;
+  const int64_t i = m.accumulate_rows == m.rows ? r : int64_t(ints<I>(m.accumulate)[r]);
+  const int64_t begin = ints<I>(m.a_crow)[i], end = ints<I>(m.a_crow)[i + 1];
+  const int64_t place = ints<I>(m.c_crow)[i];
+  const int n = int(ints<I>(m.c_crow)[i + 1] - place), groups = 32 / n, group = lane / n;
+  const int column = int(ints<I>(m.c_col)[place + lane % n]);
+  const unsigned own = 1u << column;
+  const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
+  const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
+  const int64_t samples = m.batch - first;
+  Acc sum[kTile] = {};
+  for (int64_t from = begin; from < end; from += 32 * kHeld) {
+    I row[kHeld], starts[kHeld];
+    unsigned columns[kHeld];
+    Acc factors[kHeld][kTile];
 #pragma unroll
-    for (int k = 0; k < kTurns; ++k) {
-      const int64_t e = from + k * groups + lane / room;
-      real[k] = false;
-      if (e < a_end) {
-        const I j = ints<I>(m.a_col)[e], begin = b_crow[j];
-        real[k] = I(own) < b_crow[j + 1] - begin;  // without a sum that the largest patterns have no numbers for
-        if (real[k]) column[k] = b_col[begin + I(own)], product[k] = to_acc(x[e]) * to_acc(y[begin + I(own)]);
+    for (int h = 0; h < kHeld; ++h) {
+      const int64_t e = from + 32 * h + lane;
+      row[h] = e < end ? ints<I>(m.a_col)[e] : I(-1);
+#pragma unroll
+      for (int t = 0; t < kTile; ++t) {
+        factors[h][t] = e < end && t < samples ? to_acc(x[t * m.x_batch + e]) : Acc(0);
       }
     }
 #pragma unroll
-    for (int k = 0; k < kTurns; ++k) {
-      if (real[k]) sums[lane - own + int(column[k] - low)] += product[k];
-      __syncwarp();  // the next row of b may have another lane's column
+    for (int h = 0; h < kHeld; ++h) {
+      const I* of_row = ints<I>(m.narrow) + 2 * int64_t(row[h]);
+      starts[h] = row[h] >= 0 ? of_row[0] : I(0), columns[h] = row[h] >= 0 ? unsigned(of_row[1]) : 0u;
+    }
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int64_t left = end - from - 32 * h;
+      const int count = int(left < 32 ? left : 32);
+      for (int k = 0; k < count; k += kTogether * groups) {
+        bool real[kTogether];
+        Acc factor[kTogether][kTile];
+        T number[kTogether][kTile];
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+          const int e = k + u * groups + group;  // lanes beyond the last group take what nobody reads
+          const unsigned of_row = __shfl_sync(kFull, columns[h], e & 31);
+          const T* numbers = y + (__shfl_sync(kFull, starts[h], e & 31) + I(__popc(of_row & (own - 1))));
+          real[u] = e < count && (of_row & own) != 0;
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) {
+            factor[u][t] = __shfl_sync(kFull, factors[h][t], e & 31);
+            if (real[u] && t < samples) number[u][t] = numbers[t * m.y_batch];
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) {
+            if (real[u] && t < samples) sum[t] += factor[u][t] * to_acc(number[u][t]);
+          }
+        }
+      }
     }
   }
-  for (int64_t s = c_begin + lane; s < c_end; s += 32) {
-    acc_t<T> sum = 0;
-    for (int g = 0; g < groups; ++g) sum += sums[g * room + int(c_col[s] - low)];
-    out[s] = from_acc<T>(sum);
+  T* out = static_cast<T*>(m.out) + first * m.c_nnz + place;
+#pragma unroll
+  for (int t = 0; t < kTile; ++t) {
+    Acc total = sum[t];
+    for (int g = 1; g < groups; ++g) total += __shfl_sync(kFull, sum[t], (lane + g * n) & 31);
+    if (lane < n && t < samples) out[t * m.c_nnz + lane] = from_acc<T>(total);
   }
-  __syncwarp();  // the sums are read before the next sample's are set to zero
 }
 
 // blockIdx.z counts windows of a row.
@@ -146,14 +185,6 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(CsrMatmul m) {
   const I *b_crow = ints<I>(m.b_crow), *b_col = ints<I>(m.b_col), *c_col = ints<I>(m.c_col);
   const int64_t i = ints<I>(m.accumulate)[r], a_begin = ints<I>(m.a_crow)[i], a_end = ints<I>(m.a_crow)[i + 1];
   const int64_t c_begin = ints<I>(m.c_crow)[i], c_end = ints<I>(m.c_crow)[i + 1], last = c_col[c_end - 1];
-  if (last - c_col[c_begin] < 32) {
-    if (blockIdx.z > 0) return;
-    for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
-      accumulate_narrow<I, T>(m, a_begin, a_end, c_begin, c_end, static_cast<const T*>(m.x) + b * m.x_batch,
-                              static_cast<const T*>(m.y) + b * m.y_batch, static_cast<T*>(m.out) + b * m.c_nnz, sums);
-    }
-    return;
-  }
   for (int64_t low = c_col[c_begin] + int64_t(blockIdx.z) * kWidth; low <= last; low += int64_t(gridDim.z) * kWidth) {
     const int64_t high = low + kWidth;
     const int64_t begin = lower_bound(c_col, c_begin, c_end, low), end = lower_bound(c_col, begin, c_end, high);

@@ -24,7 +24,8 @@ class Kinds(NamedTuple):
     gather: int
     """Few products an element, listed by the plan."""
     accumulate: int
-    """Found again from the patterns, and added up in windows of columns."""
+    """Found again from the patterns, and added up in windows of columns; on a GPU, where b has few columns, by a lane
+    for each."""
     expand: int
     """Written one after another into a GPU's shared memory, and summed there; a CPU's plan has none."""
 
@@ -49,6 +50,7 @@ class PlanTensors(NamedTuple):
     pieces: Tensor
     segments: Tensor
     lists: Tensor
+    narrow: Tensor
 
     @classmethod
     def of(cls, patterns: list[Tensor]) -> PlanTensors:
@@ -66,9 +68,9 @@ class MatmulPlan:
         if b.diagonal and operands[0] is a.crow:
             # The product has a's pattern, and each element its own column of the diagonal.
             crow, col = a.tensors
-            *before, right, shared, expand, pieces, segments, lists = rows
-            own = a.col if right.numel() and not shared.numel() else right
-            rows = [*before, own, shared, expand, pieces, segments, lists]
+            at = PlanTensors._fields.index("right") - PlanTensors._fields.index("axpy")
+            if rows[at].numel() and not rows[at + 1].numel():
+                rows[at] = a.col
         elif a.diagonal and operands[2] is b.crow:
             crow, col = b.tensors
         same = crow is a.crow or crow is b.crow

@@ -170,7 +170,7 @@ for _name in ("conv_values", "conv_values_backward"):
 def _csr_matmul_plan(a: list[Tensor], b: list[Tensor], *, gpu: bool | None = None) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
     index = torch.promote_types(a[0].dtype, b[0].dtype)
-    new = (a[0].new_empty(context.new_dynamic_size(), dtype=dtype) for dtype in [*[index] * 11, torch.int16])
+    new = (a[0].new_empty(context.new_dynamic_size(), dtype=dtype) for dtype in [*[index] * 11, torch.int16, index])
     return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(4, dtype=torch.int64, device="cpu"))
 
 
