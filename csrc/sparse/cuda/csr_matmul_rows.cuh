@@ -97,7 +97,9 @@ __global__ void __launch_bounds__(kThreads) short_axpy_kernel(CsrMatmul m) {
 
 // blockIdx.x counts rows, kWarps of them together.
 template <typename I, typename T, int kTile>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : kTile == 1 ? 5 : 4) narrow_kernel(CsrMatmul m) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2
+                                            : kTile == 1   ? 5
+                                                           : 4) narrow_kernel(CsrMatmul m) {
   using Acc = acc_t<T>;
   constexpr int kHeld = kTile == 1 ? 2 : 1;      // elements of a that a lane reads at a time
   constexpr int kTogether = kTile == 1 ? 4 : 2;  // numbers of b that it waits for at a time, of each sample
