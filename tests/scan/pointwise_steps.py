@@ -43,6 +43,11 @@ def chaos(h, x, p):
     return torch.sin(4 * p * h + 0.1 * x)
 
 
+def logistic(h, x, p):
+    """Bounded; but a chunk whose start is guessed out of bounds runs off to infinity."""
+    return p - 1.9 * h * h + 0.0 * x
+
+
 def decay(h, x, p):
     return torch.where(x > 0, 0.5 * h + x, p * h)
 
@@ -66,6 +71,7 @@ STEPS: dict[str, StepCase] = {
     "lstm": StepCase(lstm, 2, 3, 5, (True, True, True)),
     "spiking": StepCase(spiking, 1, 1, 1, (False, False, False)),
     "chaos": StepCase(chaos, 1, 1, 1, (False, False, False), scale=0.0),
+    "logistic": StepCase(logistic, 1, 1, 1, (False, False, False), scale=0.0, within=(0.0, 0.5)),
     "decay": StepCase(decay, 1, 1, 1, (False, False, False)),
 }
 

@@ -143,6 +143,7 @@ CASES = [
     ("slow_gru", 203, 5, torch.float64, False), ("lstm", 130, 4, torch.float64, False),
     ("lstm", 130, 3, torch.float32, True), ("spiking", 150, 4, torch.float64, False),
     ("chaos", 150, 12, torch.float64, False), ("decay", 150, 9, torch.float32, False),
+    ("logistic", 600, 3, torch.float64, False),
 ]  # fmt: skip
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -232,6 +232,8 @@ OPERATIONS = {
     "constants": lambda h, x, p: h * torch.tensor(0.5) + x,
     "sin": lambda h, x, p: torch.sin(h) + torch.cos(x),
     "erf": lambda h, x, p: torch.erf(h + x),
+    "log_sigmoid": lambda h, x, p: F.logsigmoid(h + x),
+    "a copy in place": lambda h, x, p: h.clone().mul_(0.5).add_(x),
     "lerp": lambda h, x, p: torch.lerp(h, x, 0.3),
     "rsub": lambda h, x, p: 1 - h * torch.sigmoid(x),
     "div": lambda h, x, p: x / (1 + h.abs()),
@@ -392,6 +394,18 @@ def test_bad_arguments(error, match, given):
             scan(*given)
 
 
+@pytest.mark.parametrize("view", [lambda t: t.detach(), lambda t: t.expand(20, 3)], ids=["detach", "expand"])
+def test_what_a_view_is_of_may_not_change(view):
+    def step(h, x, p):
+        y = 0.5 * h + x
+        z = view(y)
+        y.mul_(2)
+        return z
+
+    with pytest.raises(ValueError, match=r"may not change what it is given or views, it ran aten\.mul_"):
+        pointwise_scan(step, X, X[None].repeat(3, 1, 1))
+
+
 def test_bad_algorithm():
     with pytest.raises(ValueError, match="algorithm must be one of"):
         pointwise_scan(STEP, H, (X, X, X), (H, H, H), algorithm="fast")
@@ -431,6 +445,18 @@ def test_every_step_satisfies_the_recurrence(name, dtype, device):
     assert (run.sequential > 0) == (name == "chaos")
     assert run.redone >= 0
     assert "pointwise_scan" in str(report)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_state_meets_infinity(dtype, device):
+    """Where the guess of a chunk's start has run off, the walk from where it does start has met nothing."""
+    case = STEPS["logistic"]
+    init, inputs, parameters = arguments(case, 4000, (5,), dtype, device)
+    h = pointwise_scan(case.step, init, inputs, parameters, algorithm="newton")
+    assert (h.abs() <= 1).all()
+    want = case.step(torch.cat([init[None], h[:-1]]), inputs, parameters)
+    assert ((want - h).abs() <= (2.0**-48 if dtype == torch.float64 else 2.0**-20)).all()
 
 
 def test_reports_nest_and_are_of_their_thread():

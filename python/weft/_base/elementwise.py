@@ -69,6 +69,11 @@ def _softplus(g: Graph, x: Any, beta: float = 1.0, threshold: float = 20.0) -> A
     return g.apply("select", g.apply("gt", z, g.constant(threshold)), x, g.apply("mul", smooth, g.constant(1 / beta)))
 
 
+def _log_sigmoid(g: Graph, x: Any) -> Any:
+    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", x))))
+    return g.apply("sub", g.apply("min", x, g.constant(0.0)), smooth)
+
+
 def _leaky_relu(g: Graph, x: Any, slope=0.01) -> Any:
     return g.apply("select", g.apply("gt", x, g.constant(0.0)), x, g.apply("mul", x, _node(g, slope)))
 
@@ -176,6 +181,7 @@ ELEMENTWISE: dict[str, Callable] = {
     "aten.log2.default": _scaled("log", 1 / math.log(2)),
     "aten.log10.default": _scaled("log", 1 / math.log(10)),
     "aten.softplus.default": _softplus,
+    "aten.log_sigmoid.default": _log_sigmoid,
     "aten.leaky_relu.default": _leaky_relu,
     "aten._prelu_kernel.default": _leaky_relu,
     "aten.clamp.default": _clamp,

@@ -22,7 +22,9 @@ __all__ = ["Traced", "traced"]
 
 Step = Callable[[Any, Any, Any], Any]
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_VIEWS = frozenset(("aten.alias.default", "aten.expand.default", "aten.detach.default"))
 _SAME = frozenset(("aten.clone.default", "aten.alias.default", "aten.expand.default"))
+_LOG_SIGMOID = "aten.log_sigmoid.default"
 _TO_BOOL = frozenset(
     ("gt", "ge", "lt", "le", "eq", "ne", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf")
 )
@@ -59,7 +61,7 @@ class _Value(Tensor):
     recorder: _Recorder
     node: Node | None
     shared: bool
-    """Whether it is what the step was given, or shares memory: not to be changed."""
+    """Whether it is what the step was given, or shares memory with another value: not to be changed."""
 
     @staticmethod
     def __new__(cls, recorder: _Recorder, node: Node | None, shape: Sequence[int], dtype: torch.dtype, shared: bool):
@@ -93,6 +95,13 @@ class _Recorder:
         """Whether there is an operation whose dtype is not known here."""
         self._nodes: dict[int, Node] = {}
 
+    def _made(self, name: str, tensors: Sequence[Tensor], node: Node | None, shape: Sequence[int], dtype: torch.dtype):
+        """The result of an operation; a view and what it is of share memory."""
+        view = name in _VIEWS
+        if view and isinstance(tensors[0], _Value):
+            tensors[0].shared = True
+        return _Value(self, node, shape, dtype, view)
+
     def argument(self, node: Node, shape: Sequence[int]) -> Tensor:
         return _Value(self, node, shape, self.dtype, True)
 
@@ -117,6 +126,8 @@ class _Recorder:
 
     def operation(self, func, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = str(func)
+        if name == "aten.log_sigmoid_forward.default":
+            name = _LOG_SIGMOID
         if func.namespace == "prim":
             raise NotImplementedError(name)
         if name in _READS:
@@ -127,7 +138,7 @@ class _Recorder:
         if not (known or in_place or torch.Tag.pointwise in func.tags):
             self._refuse(ValueError(f"{self.op}: step may run pointwise operations of torch only, it ran {name}"))
         if func._schema.is_mutable and (not in_place or not isinstance(args[0], _Value) or args[0].shared):
-            self._refuse(ValueError(f"{self.op}: step may not change what it is given, it ran {name}"))
+            self._refuse(ValueError(f"{self.op}: step may not change what it is given or views, it ran {name}"))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for t in tensors:
             self._check_foreign(t)
@@ -147,7 +158,9 @@ class _Recorder:
         if in_place:
             args[0].node = node
             return args[0]
-        return _Value(self, node, shape, dtype, name in _SAME or name == "aten.detach.default")
+        made = self._made(name, tensors, node, shape, dtype)
+        # On the CPU there is something that torch keeps for the backward, empty on CUDA.
+        return (made, made) if name == _LOG_SIGMOID else made
 
     def plain(self, func: Callable[..., Any], args: Sequence[Any]) -> Tensor | None:
         """The result of a function of torch on a step's values of its dtype and numbers; None where it is another
@@ -177,7 +190,7 @@ class _Recorder:
             return None
         dtype = torch.bool if name.split(".")[1] in _TO_BOOL else self.dtype
         shape = functools.reduce(_broadcast, (v.shape for v in values))
-        return _Value(self, node, shape, dtype, name == "aten.detach.default")
+        return self._made(name, values, node, shape, dtype)
 
     def _result(
         self, name: str, family: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
@@ -263,7 +276,7 @@ def _functions() -> dict[Callable[..., Any], tuple[str, int]]:
     }
     unary = (
         "tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "neg",
-        "square", "reciprocal", "relu", "silu", "softplus", "gelu", "mish", "hardsigmoid", "detach",
+        "square", "reciprocal", "relu", "silu", "softplus", "gelu", "mish", "hardsigmoid", "log_sigmoid", "detach",
     )  # fmt: skip
     names = [(f"aten.{op}.default", 1) for op in unary]
     names += [(f"aten.{op}.Tensor", 2) for op in ("add", "sub", "mul", "div", "gt", "ge", "lt", "le", "eq", "ne")]

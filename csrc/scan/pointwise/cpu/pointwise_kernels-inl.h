@@ -317,7 +317,8 @@ class Walk {
           const T x = at_[i][column], y = stored(i)[column], off = x > y ? x - y : y - x, size = y < T(0) ? -y : y;
           const T near = size > T(1) ? size : T(1);
           const bool equal = x == y || (x != x && y != y);
-          same = same && (equal || off <= kNear * near);
+          // Not infinity and another, of which both sides were infinite.
+          same = same && (equal || (off <= kNear * near && off - off == T(0)));
           if (!equal && off > most * near) most = off / near;
         }
         if (same) {

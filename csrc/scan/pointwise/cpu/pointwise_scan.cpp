@@ -132,6 +132,7 @@ struct Chunks {
   T derivative(int64_t c, int64_t i, int64_t n) const { return at(a.derivatives, S * S, c, i, n); }
 };
 
+// Whether a state is the same as another but for a rounding, and not infinity and another.
 template <typename T>
 bool meets(const T* h, const T* other, int64_t S, T& apart) {
   constexpr T near = sizeof(T) == 8 ? T(0x1p-51) : T(0x1p-22);
@@ -139,7 +140,7 @@ bool meets(const T* h, const T* other, int64_t S, T& apart) {
   for (int64_t i = 0; i < S; ++i) {
     if (h[i] == other[i] || (std::isnan(h[i]) && std::isnan(other[i]))) continue;
     const T size = std::max(T(1), std::abs(other[i])), off = std::abs(h[i] - other[i]);
-    if (!(off <= near * size)) return false;
+    if (!(off <= near * size && std::isfinite(off))) return false;
     most = std::max(most, off / size);
   }
   apart = most;

@@ -21,7 +21,8 @@ namespace {
 
 constexpr T kNear = sizeof(T) == 8 ? T(0x1p-51) : T(0x1p-22);
 
-// Whether a state is the same as another but for a rounding; otherwise `apart` is not touched.
+// Whether a state is the same as another but for a rounding, and not infinity and another; otherwise `apart` is not
+// touched.
 __device__ __forceinline__ bool meets(const T (&h)[S], const T (&other)[S], T& apart) {
   bool same = true;
   T most = apart;
@@ -29,7 +30,7 @@ __device__ __forceinline__ bool meets(const T (&h)[S], const T (&other)[S], T& a
   for (int i = 0; i < S; ++i) {
     const T size = absolute(other[i]) > T(1) ? absolute(other[i]) : T(1), off = absolute(h[i] - other[i]);
     const bool equal = h[i] == other[i] || (h[i] != h[i] && other[i] != other[i]);
-    same = same && (equal || off <= kNear * size);
+    same = same && (equal || (off <= kNear * size && off - off == T(0)));
     if (!equal && off > most * size) most = off / size;
   }
   if (same) apart = most;
