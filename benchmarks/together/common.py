@@ -154,10 +154,11 @@ class Watched:
             yield
         finally:
             GroupRanks.gather, GroupRanks.shift = originals
-            self.over.wait()
-            of_each = torch.tensor([took() for took in self._took], dtype=torch.float64, device=self.over.device)
-            dist.all_reduce(of_each, dist.ReduceOp.MIN)
-            self.milliseconds = of_each.sum().item()
+        # Not where the block failed: this rank ends then, and the others with it.
+        self.over.wait()
+        of_each = torch.tensor([took() for took in self._took], dtype=torch.float64, device=self.over.device)
+        dist.all_reduce(of_each, dist.ReduceOp.MIN)
+        self.milliseconds = of_each.sum().item()
 
 
 def watch(over: Together, run: Run) -> Watched:
