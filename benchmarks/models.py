@@ -118,16 +118,26 @@ class _Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
-class _Gpt(nn.Module):
+class _Decoder(nn.Module):
+    checkpointed = False
+    """Whether every block is recomputed in the backward."""
+
+    def through(self, x: Tensor, *others: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, *others, use_reentrant=False) if self.checkpointed else block(x, *others)
+        return x
+
+
+class _Gpt(_Decoder):
     def __init__(self, vocabulary: int, hidden: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(length, hidden)
-        self.blocks = nn.Sequential(*(_Block(hidden, heads) for _ in range(layers)))
+        self.blocks = nn.ModuleList(_Block(hidden, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + places))).flatten(0, 1)
+        return self.head(self.norm(self.through(self.tokens(tokens) + places))).flatten(0, 1)
 
 
 def gpt(
@@ -140,9 +150,10 @@ def gpt(
 class _LlamaBlock(nn.Module):
     def __init__(self, hidden: int, heads: int, groups: int, wide: int) -> None:
         super().__init__()
-        self.heads, self.groups, self.size = heads, groups, hidden // heads
+        self.size = hidden // heads
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(hidden, (heads + 2 * groups) * self.size, bias=False)
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key, self.value = (nn.Linear(hidden, groups * self.size, bias=False) for _ in range(2))
         self.projection = nn.Linear(hidden, hidden, bias=False)
         self.gate, self.up = nn.Linear(hidden, wide, bias=False), nn.Linear(hidden, wide, bias=False)
         self.down = nn.Linear(wide, hidden, bias=False)
@@ -152,18 +163,15 @@ class _LlamaBlock(nn.Module):
             a, b = y.chunk(2, dim=-1)
             return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
-        q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
         attended = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
         y = self.norm2(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
-class _Llama(nn.Module):
-    checkpointed = False
-    """Whether every block is recomputed in the backward."""
-
+class _Llama(_Decoder):
     def __init__(self, vocabulary: int, hidden: int, layers: int, heads: int, groups: int, wide: int) -> None:
         super().__init__()
         self.size = hidden // heads
@@ -176,9 +184,7 @@ class _Llama(nn.Module):
         rates = 500000.0 ** -(torch.arange(0, self.size, 2, device=x.device) / self.size)
         angles = torch.outer(torch.arange(tokens.shape[1], device=x.device), rates)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.checkpointed else block(x, cos, sin)
-        return self.head(self.norm(x)).flatten(0, 1)
+        return self.head(self.norm(self.through(x, cos, sin))).flatten(0, 1)
 
 
 def llama(

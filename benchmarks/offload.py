@@ -11,8 +11,9 @@ and after a short training. FILTER is a substring of the case or the metric.
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
 the rates of pinned copies, all measured in the same run. Where the policy's model predicts that this step has to wait
 longer, for room within the budget, the floor is the plain step with that wait: a budget that holds one tensor cannot
-overlap its copy with the operation that makes the next. A step that the bus holds up, and save_on_cpu's, is the median
-of 4 after one warm-up: it takes long, and as long as the next.
+overlap its copy with the operation that makes the next. A step that the bus holds up is the median of 4 after one
+warm-up: it takes long, and as long as the next. So are those of save_on_cpu and torchtune, once their host memory is
+there and their steps get no faster.
 """
 
 from __future__ import annotations
@@ -315,9 +316,11 @@ def saved_bytes(step: Step, **options: Any) -> int:
     return saved
 
 
-SETTLES, SETTLES_WITHOUT = 3, 40
-"""Uses after which an offload object has planned with the times of its steps; without a budget also compared them with
-steps without hooks."""
+SETTLES, SETTLES_WITHOUT = 3, 24
+"""Uses after which an offload object has planned with the times of its steps; without a budget, after its first plan,
+also compared them with steps without hooks."""
+PLANNING = 15.0
+"""Most seconds in which that plan's host memory is waited for."""
 BUDGETS = {"75%": 0.75, "50%": 0.5, "25%": 0.25, "0": 0.0, "none": None}
 
 
@@ -342,6 +345,8 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
                 except Exception as error:  # somebody else's package, and another torch than it knows
                     print(f"left out: {peer} fails on {model.name}: {error}", flush=True)
                     del moving[peer]
+            for peer, run_peer in moving.items():
+                settle(peer, run_peer)
             times |= measure({peer: Candidate(run_peer) for peer, run_peer in moving.items()}, device, **few)
         peaks = {}
         if device == "cuda":
@@ -366,6 +371,8 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             else:
                 with_offload()  # records
             step.check(case, with_offload)
+            if limit is None and device == "cuda":
+                await_plan(off, with_offload)
             # torch's deterministic algorithms take their own time, which was planned with.
             for _ in range(SETTLES_WITHOUT if limit is None else SETTLES):
                 with_offload()
@@ -422,6 +429,29 @@ def first_uses(step: Step, with_offload: Callable[[], None], device: str) -> tup
     times = [alone(with_offload) for _ in range(10)]
     print(f"{step.model.name}: plain {plain:.1f} ms, first uses {', '.join(f'{t:.1f}' for t in times)}", flush=True)
     return max(times), "plain", plain
+
+
+def settle(name: str, run: Callable[[], None], most: int = 8) -> None:
+    """Runs a step on the GPU until it gets no faster: the first ones pin host memory."""
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < most and times[-1] < 0.95 * times[-2]):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begin))
+    print(f"{name}: first steps {', '.join(f'{t:.0f}' for t in times)} ms", flush=True)
+
+
+def await_plan(off: weft.offload, run: Callable[[], None]) -> None:
+    """Runs steps on the GPU until one has a plan, or none will have."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < PLANNING:
+        run()
+        torch.cuda.synchronize()
+        report = off.report().to_dict()
+        if report["stepped_aside"] or report["predicted_peak_bytes"] is not None:
+            return
 
 
 def torchtunes() -> dict[str, Any]:
