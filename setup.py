@@ -20,6 +20,8 @@ CSRC = ROOT / "csrc"
 # The unit in which a room's checks, registration and bindings are compiled, "common" for the others: few, because each
 # reads torch's headers anew; not one, because what changes in a room compiles its unit.
 GLUE = {"rnn": "rnn", "vertex": "rnn", "offload": "offload"}
+# Units that are compiled at -O3: what is numeric, and what a step calls for every tensor that it saves.
+FAST = ("cpu", "offload")
 
 
 def nvcc_version() -> tuple[int, int] | None:
@@ -131,8 +133,8 @@ def units(cuda: bool, folder: Path) -> tuple[list[str], list[str]]:
         text = "".join(f'#include "{path.relative_to(CSRC).as_posix()}"\n' for path in paths)
         write_if_changed(folder / f"{unit}.cpp", f"// Written by setup.py.\n{text}")
     written = {unit: str(folder / f"{unit}.cpp") for unit in members}
-    numeric = [written.pop("cpu")] if "cpu" in written else []
-    return alone + numeric, list(written.values())
+    fast = [written.pop(unit) for unit in FAST if unit in written]
+    return alone + fast, list(written.values())
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -212,7 +214,8 @@ class BuildWeft(BuildExtension):
         self.build_temp = str(Path(self.build_temp).with_name(re.sub(r"[^\w.-]", "-", name)))
 
     def build_extension(self, ext) -> None:
-        """Compiles units instead of the sources that they include; what is not numeric at -O1, in half the time."""
+        """Compiles units instead of the sources that they include; what is neither numeric nor called for every tensor
+        at -O1, in half the time."""
         folder = Path(self.build_temp)
         ext.sources, glue = units(CUDA, folder / "units")
         if CUDA:

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <exception>
 #include <ranges>
 
 #include "offload/tracker/tracker.h"
@@ -70,7 +71,7 @@ py::dict statistics(const Tracker& tracker) {
   d["budgeted"] = tracker.residency.budgeted;
   d["saved_bytes"] = t.saved_bytes, d["saved_tensors"] = t.saved_tensors;
   d["moved_bytes"] = t.moved_bytes, d["moved_tensors"] = t.moved_tensors;
-  d["compressed_tensors"] = t.compressed_tensors;
+  d["compressed_tensors"] = t.compressed_tensors, d["unhooked_tensors"] = t.unhooked_tensors;
   d["peak_bytes"] = tracker.peak, d["peak_bytes_without"] = tracker.peak_without;
   auto kept = t.kept;
   for (const auto& record : tracker.latest)
@@ -251,6 +252,7 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
+// Made for one thread, which puts them where autograd finds them.
 py::tuple hooks(std::shared_ptr<Use> use) {
   static PyMethodDef methods[] = {{"pack", pack, METH_O, nullptr}, {"unpack", unpack, METH_O, nullptr}};
   const auto self =
@@ -275,18 +277,23 @@ void bind_engine(py::module_& m, py::module_& testing) {
 #endif
   py::class_<TransferPlan, std::shared_ptr<TransferPlan>>(m, "TransferPlan")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, double, double>>& tensors,
-                       std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
+                       std::vector<std::pair<int64_t, int64_t>> back, int64_t room, int64_t hooked,
+                       int64_t unhooked_reads, int64_t unhooked_bytes) {
              auto plan = std::make_shared<TransferPlan>();
              for (const auto& [bytes, itemsize, moves, share, density] : tensors)
                plan->tensors.push_back({bytes, itemsize, moves, share, density});
              plan->back = std::move(back);
              plan->room = room;
+             plan->hooked = hooked, plan->unhooked_reads = unhooked_reads, plan->unhooked_bytes = unhooked_bytes;
              return plan;
            }),
-           py::arg("tensors"), py::arg("back"), py::arg("room"));
+           py::arg("tensors"), py::arg("back"), py::arg("room"), py::arg("hooked") = 0, py::arg("unhooked_reads") = 0,
+           py::arg("unhooked_bytes") = 0);
   py::class_<Use, std::shared_ptr<Use>>(m, "Use")
       .def_property_readonly("hooks", &hooks)
       .def("exit", &Use::exit)
+      .def("rehook", &Use::rehook, "Before the hooks are taken back: puts them where `unhook` found them.")
+      .def_property_readonly("unhooked", [](const Use& use) { return use.unhooked(); })
       .def_property_readonly("finished", &Use::finished)
       .def_readonly("timed", &Use::timed)
       .def_readonly("slow", &Use::slow)
@@ -341,12 +348,13 @@ void bind_engine(py::module_& m, py::module_& testing) {
       .def(
           "use",
           [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<TransferPlan>> plans, bool timed,
-             double counting_seconds, int64_t counts_from) {
+             double counting_seconds, int64_t counts_from, int64_t every, bool unhooks) {
             return std::make_shared<Use>(std::move(engine),
                                          std::map<int, std::shared_ptr<const TransferPlan>>(plans.begin(), plans.end()),
-                                         timed, counting_seconds, counts_from);
+                                         timed, counting_seconds, counts_from, every, unhooks);
           },
-          py::arg("plans"), py::arg("timed"), py::arg("counting_seconds"), py::arg("counts_from") = 0)
+          py::arg("plans"), py::arg("timed"), py::arg("counting_seconds"), py::arg("counts_from") = 0,
+          py::arg("every") = 1, py::arg("unhooks") = false)
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
@@ -371,18 +379,30 @@ void bind_engine(py::module_& m, py::module_& testing) {
           "Sizes of host memory that is missing for tensors, (bytes, itemsize) each.", py::arg("tensors"))
       .def(
           "add_host",
-          [](Engine& engine, int device, int64_t bytes) {
+          [](Engine& engine, int device, int64_t bytes, const py::function& rest) {
             const auto mover = engine.mover;
             void* data = nullptr;
+            std::exception_ptr error;
             {
               py::gil_scoped_release released;
-              data = mover->allocate_host(c10::DeviceIndex(device), bytes);
+              data = mover->allocate_host(c10::DeviceIndex(device), bytes, [&](double seconds) {
+                py::gil_scoped_acquire acquired;
+                try {
+                  return rest(seconds).cast<bool>();
+                } catch (...) {
+                  error = std::current_exception();
+                  return false;
+                }
+              });
             }
+            if (error != nullptr) std::rethrow_exception(error);
             if (data != nullptr) mover->keep_host(data, bytes);
             return data != nullptr;
           },
-          "Allocates so much, slowly, so that nobody else has to wait for the driver. False where the system refuses.",
-          py::arg("device"), py::arg("bytes"))
+          "Allocates so much in pieces, and calls `rest` with the seconds that each took, while others may have waited "
+          "for the driver; it returns once the next may follow, or False to give up. False then, and where the system "
+          "refuses.",
+          py::arg("device"), py::arg("bytes"), py::arg("rest"))
       .def("codec_rate", [](Engine& engine, int device) { return engine.mover->codec_rate(c10::DeviceIndex(device)); })
       .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
       .def("staging", [](Engine& engine, int64_t bytes, int64_t itemsize,

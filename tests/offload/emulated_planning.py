@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from weft import _C
 from weft._offload import context
-from weft._offload.pace import Pace
+from weft._offload.pace import SHARES, Pace
 from weft.offloading import Link, offload
 
 from tests.offload.emulated_steps import SIZE, Runtime, Save, Step, everything, numbers
@@ -206,3 +206,53 @@ def check_densities_without_a_budget(runtime: Runtime) -> None:
     del late
     run(off, 8)
     assert close(found(off))
+
+
+def check_the_first_uses_are_a_trial(runtime: Runtime) -> None:
+    """Without a budget, of hooks that only record: nothing is timed, counted or planned before it has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "enter", enter_by_pace)
+        patch.setattr(Pace, "tried", False)
+        off, kinds = offload(min_bytes=0, keep_last=0), []
+        for _ in range(14):
+            before, launches = off._latest, runtime.calls("LaunchKernel")
+            step = Long(off, numbers(8), 10000)
+            entered, launches = off._latest, runtime.calls("LaunchKernel") - launches
+            with_hooks = "timed" if entered.use.timed else "planned" if entered.plans else "recorded"
+            kinds.append(("none" if entered is before else with_hooks, launches))
+            step.backward()
+            torch.cuda.synchronize()
+        assert [kind for kind, _ in kinds[:6]] == ["recorded"] * 3 + ["none"] * 3, kinds
+        least = min(launches for _, launches in kinds)
+        counted = [i for i, (_, launches) in enumerate(kinds) if launches == least + 8]
+        timed = [i for i, (kind, _) in enumerate(kinds) if kind == "timed"]
+        planned = [i for i, (kind, _) in enumerate(kinds) if kind == "planned"]
+        assert len(counted) == 1 and 6 <= counted[0] < timed[0] < planned[0], kinds
+
+
+def check_events_of_a_use_that_is_timed(runtime: Runtime) -> None:
+    """Without a budget there are about a hundred each way, however many tensors are saved."""
+    off, events = offload(min_bytes=0, keep_last=0, compress=None), []
+    for around in (off, off, contextlib.nullcontext()):
+        data, before = numbers(450, 16), runtime.calls("EventRecord")
+        Step(around, data).backward()
+        events.append(runtime.calls("EventRecord") - before)
+        torch.cuda.synchronize()
+    assert off._latest.use.timed
+    assert 200 <= events[1] - events[2] <= 250, events
+
+
+def check_a_plan_that_slows_the_step_is_made_anew(runtime: Runtime) -> None:
+    """Without a budget, for the smaller share of the bus, from the next use on."""
+    off = offload(min_bytes=0, keep_last=0, compress=None)
+    for _ in range(12):
+        Step(off, numbers(8)).backward()
+        torch.cuda.synchronize()
+    memory, found = off._thread.memory, []
+    assert not off._latest.use.timed and memory.planned[0].share == SHARES[0]
+    memory.pace.share = SHARES[1]
+    for _ in range(3):
+        Step(off, numbers(8)).backward()
+        torch.cuda.synchronize()
+        found.append((off._latest.use.timed, memory.planned[0].share))
+    assert found[0][0] and [share for _, share in found] == [SHARES[0], SHARES[1], SHARES[1]], found

@@ -30,7 +30,7 @@ KEYS = {
     "backend", "compress", "budget_bytes", "uses", "saved_bytes", "saved_tensors", "moved_bytes", "moved_tensors",
     "kept_bytes", "kept_tensors", "kept", "sent_bytes", "returned_bytes", "compressed_tensors", "peak_bytes",
     "peak_bytes_without", "predicted_peak_bytes", "predicted_stall_seconds", "budget_met", "live_bytes", "host_bytes",
-    "predicted_codec_seconds",
+    "predicted_codec_seconds", "unhooked_tensors", "slowdown", "stepped_aside",
     "host_peak_bytes", "forward_seconds", "backward_seconds", "forward_stall_seconds", "backward_stall_seconds",
     "stalls",    "d2h_bytes_per_second", "h2d_bytes_per_second",
 }  # fmt: skip
@@ -143,7 +143,8 @@ def at_once(make: Callable) -> Future:
 
 
 def plan_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Without a budget: from the second use, for the third; the first one counts all zeros."""
+    """Without a budget: from the second use, for the third; the first one counts all zeros, without a trial."""
+    patch.setattr("weft._offload.pace.Pace.tried", True)
     patch.setattr("weft._offload.planning.in_background", at_once)
     patch.setattr("weft._offload.context._COUNTING", 60.0)
 

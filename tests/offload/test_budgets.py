@@ -250,7 +250,7 @@ def test_what_is_compressed_without_a_budget(codec: float, compress: str | None,
     size = int(1.03 * 0.01 * 0.97 * 50e9) // 4 * 4
     timeline = Timeline((0.0, 0.01, 0.02, 0.0), 2, (Saved(size, 0, 3, None, 0.5),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_C.offload, "TransferPlan", lambda t, back, room: tensors.extend(t))
+        patch.setattr(_C.offload, "TransferPlan", lambda t, back, room, *unhooked: tensors.extend(t))
         plan = off._planner.planned(timeline, [(size, 4, True)], (), None, link).plan
     assert plan.forward_stall == plan.backward_stall == 0 and bool(plan.moves) == (share > 0)
     ((bytes, itemsize, moves, coded, density),) = tensors
@@ -374,9 +374,9 @@ class Engine:
     def missing_host(self, tensors: list) -> list[int]:
         return [bytes for bytes, _ in tensors] * 100
 
-    def add_host(self, device: int, bytes: int) -> bool:
+    def add_host(self, device: int, bytes: int, rest: Callable[[float], bool]) -> bool:
         self.asked.append(bytes)
-        return self._host()
+        return self._host() and rest(0.0)
 
     def close(self) -> None:
         self.closed = True
@@ -420,7 +420,7 @@ def test_a_plan_is_made_where_no_thread_can_be_started(monkeypatch: pytest.Monke
 def test_a_plan_ends_with_its_object() -> None:
     """What asks for host memory stops at the next piece."""
     planner: list[Planner] = []
-    engine = Engine(lambda: planner[0].close() or True)
+    engine = Engine(lambda: planner[0].close() or True)  # in the middle of a piece
     planner.append(Planner(engine, None, None, "copy", 0))
     moves = planner[0].planned(timeline_of(RAW), [(8, 4, True)], (), None, Link()).plan.moves
     assert len(moves) == 1
@@ -501,3 +501,23 @@ def test_what_hides_is_not_told_from_a_first_step(
         y.backward()
         del y
     assert planned[0] == first
+
+
+def test_pinning_rests_and_ends_with_its_object() -> None:
+    planner = Planner(Engine(), None, None, "copy", 0)
+    began = time.monotonic()
+    assert planner._rest(3, 0.02) and 0.06 <= time.monotonic() - began < 10
+    closing = threading.Timer(0.1, planner.close)
+    closing.start()
+    assert not planner._rest(1000, 1.0) and time.monotonic() - began < 60
+    closing.join()
+
+
+def test_pinning_is_slower_beside_a_step_that_hooks_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Callable] = []
+    monkeypatch.setattr(planning, "in_background", lambda make: made.append(make) or Future())
+    for slowdown in (0.0, 0.015):
+        memory = Memory()
+        memory.pace.slowdown = slowdown
+        Planner(Engine(), None, None, "copy", 0).plan_from(memory, finished_use(1))
+    assert [make.args[-1] for make in made] == [3, 19]

@@ -28,15 +28,16 @@ def run(
     seconds: Callable[[int, bool, float | None], float], uses: int = 400, late: int = 0, steady: int = 3
 ) -> tuple[Pace, list[bool]]:
     """Uses of a step that takes seconds(use, hooks, share), and which of them had hooks. The device is `late` steps
-    behind the host; `steady` uses come first that are like no other."""
-    pace, hooked, times = Pace(), [], [0.0]
+    behind the host; after the trial come `steady` uses that are like no other."""
+    pace, hooked, times, tried = Pace(), [], [0.0], 0
     for use in range(uses):
         clock = [times[max(len(times) - 1 - late, 0)]]
         now = At(times[-1], clock)
         # Moments of earlier uses look at the same clock.
         for begin, end in [*pace._hooked, *pace._plain]:
             begin.clock[0] = end.clock[0] = clock[0]
-        hooked.append(pace.enter(now, use >= steady))
+        hooked.append(pace.enter(now, not pace.tried or tried > steady))
+        tried += pace.tried
         times.append(times[-1] + seconds(use, hooked[-1], pace.share))
     return pace, hooked
 
@@ -45,7 +46,8 @@ def run(
 def test_hooks_that_cost_nothing_stay(late: int) -> None:
     pace, hooked = run(lambda use, hooks, share: 1.01 if hooks else 1.0, late=late)
     assert pace.share == SHARES[0] and pace.slowdown == pytest.approx(0.01)
-    assert hooked[:6] == [True] * 6 and hooked[-1]
+    assert hooked[:6] == [True] * 3 + [False] * 3 and hooked[-1]  # the trial, whose first step counts no more than any
+    assert hooked[6 + late : 12 + late] == [True] * 6
     assert 0.9 < sum(hooked) / len(hooked) < 1  # compared now and then
 
 
@@ -53,14 +55,23 @@ def test_hooks_that_cost_nothing_stay(late: int) -> None:
 def test_hooks_that_cost_much_go_at_once(late: int) -> None:
     pace, hooked = run(lambda use, hooks, share: 1.3 if hooks else 1.0, late=late)
     assert pace.share is None and pace.slowdown == pytest.approx(0.3)
-    assert not any(hooked[10 + late :])
+    assert hooked == [True] * 3 + [False] * 397  # the trial is all that had any
+
+
+def test_a_trial_in_doubt_is_made_twice() -> None:
+    """By the fastest of all of its steps."""
+    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks else 1.0)
+    assert pace.share is None and hooked == ([True] * 3 + [False] * 3) * 2 + [False] * 388
+    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks and use < 6 else 1.0)
+    assert pace.tried and pace.share == SHARES[0] and pace.slowdown == pytest.approx(0) and hooked[-1]
 
 
 def test_moving_less_comes_before_stepping_aside() -> None:
-    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks and share == SHARES[0] else 1.0)
+    moves = 9  # after the trial
+    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks and use > moves and share == SHARES[0] else 1.0)
     assert pace.share == SHARES[1] and pace.slowdown == pytest.approx(0) and hooked[-1]
-    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks else 1.0)
-    assert pace.share is None and not any(hooked[25:])
+    pace, hooked = run(lambda use, hooks, share: 1.04 if hooks and use > moves else 1.0)
+    assert pace.share is None and not any(hooked[30:])
 
 
 def test_steps_that_are_slow_for_another_reason_do_not_count() -> None:
@@ -71,6 +82,7 @@ def test_steps_that_are_slow_for_another_reason_do_not_count() -> None:
 
 def test_steps_at_a_pause_or_before_a_plan_do_not_count() -> None:
     pace = Pace()
+    pace.tried = True
     clock = [0.0]
     for _ in range(6):
         clock[0] += 100

@@ -12,6 +12,7 @@ import pytest
 import weft
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weft._offload.timelines import without_hooks
 from weft.offloading import Link, Move, Plan, Saved, Timeline, plan, simulate
 
 UNIT = Link(1.0, 1.0)  # a byte per second: all times are integers, so that all comparisons are exact
@@ -607,3 +608,33 @@ def test_bad_arguments() -> None:
         plan(timeline, keep_last=-1)
     with pytest.raises(TypeError, match="keep_last"):
         plan(timeline, keep_last=0.5)
+
+
+def read_so(reads: list[int | None]) -> Timeline:
+    """Of tensors that are read in that order, an operation each; None: never, which counts to the end."""
+    forward, count = len(reads) + 1, sum(r is not None for r in reads)
+    saved = [Saved(10 + i, i, forward + (count - 1 if r is None else r)) for i, r in enumerate(reads)]
+    return Timeline((1.0,) * (forward + count), forward, tuple(saved))
+
+
+@pytest.mark.parametrize(
+    ("reads", "moves", "expected"),
+    [
+        ([3, 2, 1, 0], [(0, 3)], (1, 3, 11 + 12 + 13)),
+        ([3, 2, 1, 0], [(0, 2)], (2, 2, 12 + 13)),  # what comes back early needs the reads before
+        ([3, 2, 1, 0], [(0, 0)], (0, 0, 0)),
+        ([3, 2, 1, 0], [(1, 2), (0, 3)], (2, 2, 12 + 13)),
+        ([3, 2, 1, 0], [(3, 0)], (0, 0, 0)),  # the last one moves
+        ([3, 2, 1, 0], [], (1, 3, 11 + 12 + 13)),
+        ([0, 3, 2, 1], [(1, 3)], (0, 0, 0)),  # one of before is read first
+        ([3, 0, 2, 1], [(0, 3)], (1, 3, 11 + 12 + 13)),  # in any order behind
+        ([2, None, 1, 0], [(0, 2)], (2, 2, 12 + 13)),  # one that nobody reads
+        ([1, None, 0, None], [(0, 1)], (2, 1, 12 + 13)),
+    ],
+)
+def test_hooks_end_with_the_last_move(
+    reads: list[int | None], moves: list[tuple[int, int]], expected: tuple[int, int, int]
+) -> None:
+    t = read_so(reads)
+    made = simulate(t, [Move(i, t.forward + back) for i, back in moves])
+    assert without_hooks(t, made) == expected

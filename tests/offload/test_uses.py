@@ -313,10 +313,11 @@ def test_what_plans_ends_no_capture_of_another_thread() -> None:
         from weft.offloading import offload
 
         x, engine, found = torch.randn(1000, device="cuda"), offload()._engine, []
+        rest = lambda seconds: True
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = 2 * x
-            plans = threading.Thread(target=lambda: found.extend((engine.rates(0), engine.add_host(0, 40 << 20))))
+            plans = threading.Thread(target=lambda: found.extend((engine.rates(0), engine.add_host(0, 40 << 20, rest))))
             plans.start()
             plans.join()
             y += 1

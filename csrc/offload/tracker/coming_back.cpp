@@ -8,15 +8,17 @@ namespace weft::offload {
 EventPtr Tracker::record_read(Block& block, Packed& packed) {
   if (packed.read) return nullptr;
   EventPtr event;
-  const bool first = forward == 0;
-  if (first) {
+  const bool first = unhooked_ != nullptr ? !resumed_ : forward == 0;
+  if (first && unhooked_ != nullptr) {
+    resume();
+  } else if (first) {
     forward = saves + 1;
     if (plan_ != nullptr && plan_->tensors.size() != size_t(saves)) plan_ = nullptr;
   }
   no_longer_ahead(block);
   if (!std::exchange(block.read, true) && block.record->in_timeline) {
     block.record->first_read = forward + reads++;
-    const bool important = first || (use.timed && (block.moved || block.eligible));
+    const bool important = first || ((block.moved || block.eligible) && use.times(reads));
     event = boundary(important && !capturing());
   }
   if (block.record->in_timeline) block.record->last_read = operation();

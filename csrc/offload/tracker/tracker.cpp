@@ -123,6 +123,7 @@ bool Tracker::capturing() {
 }
 
 void Tracker::finish() {
+  forget_unhooked();
   std::erase(residency.open, this);
   give_back();
 }
@@ -281,7 +282,7 @@ void Tracker::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   // The events of a joint copy are shared: the last of its tensors records the one of their saves.
   const bool last = later && !joins(b, postponed_.size() + 1, postponed_bytes_);
   if (forward == 0) {
-    b.saved = boundary((moves && (!later || last)) || (b.eligible && use.timed));
+    b.saved = boundary((moves && (!later || last)) || (b.eligible && use.times(record.number)));
     record.in_timeline = true;
     timeline.push_back(block->record);
     ++saves;
@@ -514,6 +515,7 @@ bool Tracker::connect(Block& block, Block& other, Entry& entry) {
   block.bytes += std::exchange(other.bytes, 0);
   block.unread += std::exchange(other.unread, 0);
   other.drop_held();
+  no_longer_ahead(other);
   other.source = {};
   Record &into = *block.record, &from = *other.record;
   if (!block.moved) totals.kept[from.reason] -= from.bytes, totals.kept[into.reason] += from.bytes;
@@ -607,8 +609,45 @@ void Tracker::exit() {
   capturing_.reset();
   if (capturing()) return;
   move_postponed(nullptr);
+  if (unhooked_ != nullptr && forward == 0) leave_forward(true);
   residency.poll();
   drop_until(-1, nullptr);
+}
+
+// ---- Without hooks
+
+void Tracker::unhook() {
+  unhooked_ = plan_;
+  move_postponed(nullptr);
+  latest.clear();  // the last ones are among those without hooks
+  unhooked_bytes_ = plan_->unhooked_bytes;
+  totals.unhooked_tensors = int64_t(plan_->tensors.size()) - saves;
+  totals.saved_tensors += totals.unhooked_tensors, totals.saved_bytes += unhooked_bytes_;
+  totals.kept[kBudget] += unhooked_bytes_;
+  residency.want(unhooked_bytes_);
+  residency.count(unhooked_bytes_);
+}
+
+// The operations of the tensors without hooks have no events.
+void Tracker::leave_forward(bool important) {
+  const size_t tensors = unhooked_->tensors.size();
+  events.resize(tensors + 1), curve.resize(tensors + 1, residency.counted);
+  forward = int64_t(tensors) + 1;
+  boundary(important);
+}
+
+void Tracker::resume() {
+  resumed_ = true;
+  if (forward == 0) leave_forward(!capturing());
+  reads = unhooked_->unhooked_reads;
+  const size_t known = size_t(forward + reads);
+  if (events.size() < known) events.resize(known), curve.resize(known, residency.counted);
+  forget_unhooked();
+}
+
+void Tracker::forget_unhooked() {
+  residency.want(-unhooked_bytes_);
+  residency.count(-std::exchange(unhooked_bytes_, 0));
 }
 
 }  // namespace weft::offload

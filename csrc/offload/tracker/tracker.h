@@ -31,6 +31,7 @@
 // All of this runs under Python's lock.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/python_headers.h>
@@ -42,7 +43,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "offload/transfer/mover.h"
@@ -85,6 +88,9 @@ struct TransferPlan {
   std::vector<Expected> tensors;                  // in the order of their saves
   std::vector<std::pair<int64_t, int64_t>> back;  // (tensor, operation from which it may come back), in order
   int64_t room;                                   // most bytes that may be counted at once
+  // Where positive: after so many tensors, with the last move, hooks may go. Then those behind are what is read first,
+  // in so many operations, before anything comes back.
+  int64_t hooked = 0, unhooked_reads = 0, unhooked_bytes = 0;
 };
 
 // A block in the statistics; outlives it.
@@ -102,6 +108,7 @@ struct Totals {
   int64_t saved_bytes = 0, saved_tensors = 0, moved_bytes = 0, moved_tensors = 0;
   int64_t sent_bytes = 0, returned_bytes = 0;  // in addition to the spans
   int64_t compressed_tensors = 0;
+  int64_t unhooked_tensors = 0;  // that were saved without hooks, by the plan: part of those that are kept
   std::array<int64_t, kReasons> kept{};
 };
 
@@ -276,6 +283,11 @@ class Tracker {
   void span(bool out, const Transfer& transfer);
   void span_joint(bool out, const std::vector<std::vector<std::shared_ptr<Transfer>>>& transfers);
   bool planned() const { return plan_ != nullptr; }
+  // Whether what is saved from now on needs no hooks; `unhook` counts it as planned.
+  bool done_moving() const {
+    return plan_ != nullptr && forward == 0 && unhooked_ == nullptr && saves == plan_->hooked;
+  }
+  void unhook();
   void forget(Block& block);
 
  private:
@@ -309,6 +321,9 @@ class Tracker {
   void postpone(const std::shared_ptr<Block>& block, double density);
   // Moves what was postponed. `ready`: an event of the stream of the saves, behind these, or null.
   void move_postponed(EventPtr ready);
+  void leave_forward(bool important);  // ends it without its first read
+  void resume();                       // at the first read after those that had no hooks
+  void forget_unhooked();              // what these held is no longer counted
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Transfer>> transfers, int64_t bytes);
   void evict();
   // The bytes of a block that has not moved are complete only after the pending work of these streams, too.
@@ -341,20 +356,28 @@ class Tracker {
   c10::Stream postponed_on_{c10::Stream::DEFAULT, c10::Device(c10::kCPU)};
   size_t next_back_ = 0;
   int64_t previous_bytes_ = 0;
+  std::shared_ptr<const TransferPlan> unhooked_;  // by which hooks went, else null
+  bool resumed_ = false;
+  int64_t unhooked_bytes_ = 0;  // counted at present
 };
 
 class Use : public std::enable_shared_from_this<Use> {
  public:
-  // `timed`: measures every operation, not only both phases. `counting_seconds`: of the host that counting
-  // non-zero elements may take, where there is no plan; of tensors from the `counts_from`th on.
+  // `timed`: measures operations, not only both phases; at one of `every` tensors that may move. `counting_seconds`: of
+  // the host that counting non-zero elements may take, where there is no plan; of tensors from the `counts_from`th on.
+  // `unhooks`: takes its hooks away after the last move. It is made by the thread that enters it.
   Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-      double counting_seconds, int64_t counts_from);
+      double counting_seconds, int64_t counts_from, int64_t every, bool unhooks);
 
   std::unique_ptr<Packed> pack(PyObject* object);
   at::Tensor unpack(Packed& packed);
   void exit();
+  void rehook();
   void dropped(int64_t unread);
   bool finished() const { return finished_; }
+  bool unhooked() const { return unhooked_; }
+  // Whether the end of an operation is measured that is the `number`th.
+  bool times(int64_t number) const { return timed && number % every_ == 0; }
 
   std::shared_ptr<Engine> engine;
   const bool timed;
@@ -369,8 +392,16 @@ class Use : public std::enable_shared_from_this<Use> {
  private:
   Tracker& tracker(c10::Device device);
   void keep(Packed& packed, PyObject* object, const at::Tensor& x);
+  // Takes the hooks of the entered thread, unless others would see its tensors then. A backward has hooks of its own.
+  void unhook(Tracker& tracker);
   void check();
 
+  using Hooks = std::pair<c10::SafePyObject, c10::SafePyObject>;
+  const int64_t every_;
+  const bool unhooks_;
+  const std::thread::id entered_ = std::this_thread::get_id();
+  bool unhooked_ = false;
+  std::optional<Hooks> taken_;  // from the thread that entered it
   std::map<int, std::shared_ptr<const TransferPlan>> plans_;
   int64_t unread_ = 0;
   bool exited_ = false, finished_ = false;

@@ -1,4 +1,5 @@
 // The hooks that autograd calls for a saved tensor, and the check of its version.
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
@@ -163,11 +164,13 @@ bool frozen(PyObject* object, const at::Tensor& x) {
 }  // namespace
 
 Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
-         double counting_seconds, int64_t counts_from)
+         double counting_seconds, int64_t counts_from, int64_t every, bool unhooks)
     : engine(std::move(engine)),
       timed(timed),
       counting_seconds(counting_seconds),
       counts_from(counts_from),
+      every_(every),
+      unhooks_(unhooks),
       plans_(std::move(plans)) {}
 
 Tracker& Use::tracker(c10::Device device) {
@@ -215,7 +218,27 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   packed->dtype = x.dtype();
   packed->sizes = x.sizes();
   packed->strides = x.strides();
+  if (unhooks_ && own.done_moving()) unhook(own);
   return packed;
+}
+
+void Use::unhook(Tracker& tracker) {
+  if (unhooked_ || std::this_thread::get_id() != entered_ || torch::autograd::get_current_graph_task_id() != -1) return;
+  taken_.emplace(at::SavedTensorDefaultHooks::pop_hooks());
+  if (at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true)) return rehook();
+  unhooked_ = true;
+  tracker.unhook();
+}
+
+void Use::rehook() {
+  if (!taken_) return;
+  Hooks hooks = std::move(*taken_);
+  taken_.reset();
+  // Who saved and restored the state of the thread has put them back.
+  const auto* interpreter = &hooks.first.pyinterpreter();
+  const auto found = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true);
+  if (found && found->first.ptr(interpreter) == hooks.first.ptr(interpreter)) return;
+  at::SavedTensorDefaultHooks::push_hooks(std::move(hooks.first), std::move(hooks.second));
 }
 
 // Keeps what is no plain tensor; the memory of its parts is counted.

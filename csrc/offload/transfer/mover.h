@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -132,8 +133,11 @@ class Mover {
   virtual std::vector<int64_t> missing_host(const std::vector<std::pair<int64_t, int64_t>>& tensors) const {
     return {};
   }
-  // `allocate_host` takes its time, so that it delays nobody's calls to the driver by much.
-  virtual void* allocate_host(c10::DeviceIndex device, int64_t bytes) const { return nullptr; }
+  // `rest` is called after every few milliseconds in which others may have waited for the driver, with their number of
+  // seconds; it returns once `allocate_host` may go on, or false to give up.
+  virtual void* allocate_host(c10::DeviceIndex device, int64_t bytes, const std::function<bool(double)>& rest) const {
+    return nullptr;
+  }
   virtual void keep_host(void* data, int64_t bytes) {}
   // Host bytes held now, and most ever held; release gives free ones back to the system.
   virtual int64_t host_bytes() const = 0;

@@ -35,6 +35,8 @@ _COMPRESS = ("auto", "zvc", "rle", None)
 _BACKENDS = ("copy", "managed", "reference")
 _LOOKS, _EVERY = 3, 32
 """Every operation is timed in the first `_LOOKS` uses, and later in `_LOOKS` of every `_EVERY`."""
+_TIMES = 100
+"""Without a budget: about so many operations are timed, each way, of a use that times them: events cost time, too."""
 _COUNTING = 0.003
 """Without a budget: seconds of the host that counting zeros may take of a use; the next one goes on."""
 
@@ -47,10 +49,11 @@ class offload:
 
     ``with offload("4GB") as off: loss = model(x)``, then ``loss.backward()`` inside or outside of the block. One *use*
     is one block together with every backward of what was computed in it. The first use of a thread records when tensors
-    are saved and read. From the second use on, or some uses later without a budget, a plan for this timeline decides
-    what moves; every use keeps recording. Reusable, by several threads at once; not re-entrant. Objects nest: the
-    innermost one sees a tensor, as with torch's saved-tensor hooks. As a decorator, ``@weft.offload("4GB")``, it makes
-    every call of a function such a block. Copies and pickles of an object have its settings and have learnt nothing.
+    are saved and read. From the second use on a plan for this timeline decides what moves; every use keeps recording.
+    Without a budget it comes some uses later, some uses have no hooks, and most of the others none behind their last
+    move. Reusable, by several threads at once; not re-entrant. Objects nest: the innermost one sees a tensor, as with
+    torch's saved-tensor hooks. As a decorator, ``@weft.offload("4GB")``, it makes every call of a function such a
+    block. Copies and pickles of an object have its settings and have learnt nothing.
 
     Args:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
@@ -167,8 +170,9 @@ class offload:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The timeline of the latest use whose tensors have all been read or dropped; None before one. Its operations
-        are the intervals between saves and reads. The forward ends at the first read; later saves are left out."""
+        """The timeline of the latest use with hooks to its end whose tensors have all been read or dropped; None before
+        one. Its operations are the intervals between saves and reads. The forward ends at the first read; later saves
+        are left out."""
         with self._lock:
             self._settle()
             if self._finished is None:
@@ -193,15 +197,18 @@ class offload:
             # While a stream is captured nothing is measured, planned or moved.
             capturing = on_cuda and torch.cuda.is_current_stream_capturing()
             may_move = not capturing and (on_cuda or self._backend == "reference")
-            if may_move and memory.pace.share is not None:
+            yields = self._planner.yields
+            trying = yields and may_move and not memory.pace.tried
+            if may_move and not trying and memory.pace.share is not None:
                 self._planner.plan(memory)
             plans = dict(memory.planned)
-            yields = self._planner.yields
-            counting = yields and may_move and memory.counts_from is not None
+            counting = yields and may_move and not trying and memory.counts_from is not None
             # Timing every operation costs time: done at first, and now and then. So does counting zeros.
             looks = 1 if yields else _LOOKS
-            timed = not counting and (not plans or memory.looked <= looks or memory.looked % _EVERY < looks)
-            if yields and not self._hooks(memory, may_move, timed):
+            stale = yields and any(p.share != memory.pace.share for p in plans.values())
+            looking = not plans or stale or memory.looked <= looks or memory.looked % _EVERY < looks
+            timed = looking and not counting and not trying
+            if yields and not self._hooks(memory, may_move, trying or (bool(plans) and not timed)):
                 self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
                 self._uses += 1
                 return self
@@ -211,6 +218,8 @@ class offload:
                 timed,
                 counting_seconds,
                 (memory.counts_from or 0) if counting else 0,
+                max(memory.saves // _TIMES, 1) if yields else 1,
+                yields and len(plans) == 1 and not timed and memory.paces == 0,
             )
             managed = on_cuda and self._backend == "managed" and not capturing
             pool = managed_pool() if managed else contextlib.nullcontext()
@@ -222,7 +231,7 @@ class offload:
             self._unfinished.append(use)
             if counting:
                 memory.counting.append(use)
-            elif may_move:
+            elif may_move and not trying:
                 memory.pending.append(self._latest)
             self._uses += 1
         return self
@@ -234,10 +243,13 @@ class offload:
             raise RuntimeError("offload: this thread is not inside this object; leave it where it was entered")
         entered, latest = self._thread.entered, self._thread.latest
         self._thread.entered = self._thread.latest = None
+        if latest is not None:
+            latest.use.rehook()
         entered.__exit__(kind, error, trace)
         if latest is not None:
             use, memory = latest.use, latest.memory
             use.exit()
+            memory.saves = max(memory.saves, use.saves)
             if use in memory.counting:
                 if use.saves > 0:
                     memory.counts_from = use.uncounted_from
@@ -289,10 +301,11 @@ class offload:
         """Finds the uses that have finished, in the order in which they were entered."""
         for use in [u for u in self._unfinished if u.finished]:
             self._unfinished.remove(use)
-            self._finished = use
+            if not use.unhooked:
+                self._finished = use
 
-    def _hooks(self, memory: Memory, may_move: bool, timed: bool) -> bool:
-        """Without a budget: whether the use has hooks."""
+    def _hooks(self, memory: Memory, may_move: bool, steady: bool) -> bool:
+        """Without a budget: whether the use has hooks. `steady`: with them it would be like those that follow."""
         if memory.pace.share is None:
             return False
         if not may_move:
@@ -305,7 +318,7 @@ class offload:
         if memory.device != device:  # whose moments cannot be compared with those before
             memory.device = device
             memory.pace.pause()
-        return memory.pace.enter(DeviceMoment(), bool(memory.planned) and not timed)
+        return memory.pace.enter(DeviceMoment(), steady)
 
     def _tell_pool(self) -> None:
         if not self._engine.pool_failed or self._told_pool:

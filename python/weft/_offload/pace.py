@@ -20,6 +20,8 @@ _MUCH = 0.05
 """From here on moving less does not help: hooks themselves are too much."""
 _HOOKED, _PLAIN = 3, 2
 """Steps with and without hooks that are compared, by the fastest of each."""
+_TRIED = 2
+"""Steps with hooks of a trial, before anything moves."""
 _AGAIN = 100
 """Steps between two comparisons."""
 
@@ -48,7 +50,14 @@ class DeviceMoment:
 
 
 class Pace:
-    """Decides for one thread which uses have hooks. A step is the time from one use to the next."""
+    """Decides for one thread which uses have hooks. A step is the time from one use to the next.
+
+    The first uses are a trial: with hooks that only record, and without any. Where these alone slow the step, nothing
+    else is worth its time: no plan, no host memory.
+    """
+
+    tried = False
+    """Whether the trial has ended."""
 
     def __init__(self) -> None:
         self.share: float | None = SHARES[0]
@@ -57,6 +66,8 @@ class Pace:
         """A step's time with hooks over that without, minus 1, when it was last measured."""
         self._hooked: deque[tuple[Moment, Moment]] = deque(maxlen=_HOOKED)
         self._plain: list[tuple[Moment, Moment]] = []
+        self._best: tuple[float, float] | None = None
+        """Seconds with and without hooks, of a trial that is in doubt."""
         self._steps = _AGAIN  # since the last comparison
         self._running: tuple[Moment, str] | None = None
 
@@ -85,15 +96,30 @@ class Pace:
             self._compare()
             return self.share is not None
         self._steps += 1
-        return not (steady and len(self._hooked) == _HOOKED and self._steps > _AGAIN)
+        return not (steady and len(self._hooked) >= (_HOOKED if self.tried else _TRIED) and self._steps > _AGAIN)
 
     def _compare(self) -> None:
         hooked, plain = (min(end.since(begin) for begin, end in steps) for steps in (self._hooked, self._plain))
         self._hooked.clear()
         self._plain.clear()
+        if self._best is not None:
+            hooked, plain = min(hooked, self._best[0]), min(plain, self._best[1])
         self.slowdown = hooked / plain - 1 if plain > 0 else 0.0
+        self._steps = _AGAIN  # what comes next is measured at once
+        if not self.tried:
+            self._end_trial(hooked, plain)
+            return
         self._steps = 0
         if self.slowdown > _SLOWER:
             left = SHARES[SHARES.index(self.share) + 1 :]
             self.share = left[0] if left and self.slowdown <= _MUCH else None
             self._steps = _AGAIN  # what is tried next is measured at once
+
+    def _end_trial(self, hooked: float, plain: float) -> None:
+        """Unless it is in doubt, the first time."""
+        if _SLOWER < self.slowdown <= _MUCH and self._best is None:
+            self._best = hooked, plain
+            return
+        self._best, self.tried = None, True
+        if self.slowdown > _SLOWER:
+            self.share = None

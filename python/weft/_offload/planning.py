@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from .timelines import (
     same_times,
     timeline_of,
     with_densities,
+    without_hooks,
     worth_compressing,
 )
 
@@ -37,6 +39,13 @@ _PACED = 2
 operation of a deep net can make the step host-bound, where nothing hides."""
 _PATIENCE = 4
 """Uses in a row whose times are ignored because they waited for host memory."""
+_RESTS, _LONG_RESTS = 3, 19
+"""How much longer than it pinned host memory a thread rests, while the driver, which others need, is free: where hooks
+alone cost the step nothing, so that its host is ahead of the device, and where they do."""
+_NOTHING = 0.01
+"""Share of a step, in which these take no time."""
+_NAP = 0.05
+"""Seconds in which a thread at rest looks whether it is still wanted."""
 _PENDING = 8
 """Most finished uses that are kept until their device has run them."""
 MOST = 2**61
@@ -74,6 +83,8 @@ class Memory:
     """Uses that no plan was made from yet, oldest first."""
     looked: int = 0
     """Uses in a row that matched the plan."""
+    saves: int = 0
+    """Most tensors that a use saved."""
     paces: int = 0
     """Uses whose forward and backward times are still to be taken."""
     cold: bool = True
@@ -142,6 +153,9 @@ class Planner:
         # Without times nothing hides.
         if use is None or (not known and (self.yields or (memory.planned and use.planned()))):
             return
+        if use.unhooked:  # it has recorded a part
+            memory.looked = memory.looked + 1 if use.planned() else 0
+            return
         if memory.cold and self._budget is None and not self.yields:
             memory.cold = not known
             return  # a first step does much once, so that what hides behind it does not hide behind the next
@@ -173,8 +187,9 @@ class Planner:
                 found = timeline_of(raw), known_densities(raw)
                 before = memory.counted.get(device)
                 memory.counted[device] = found if before is None else with_densities(*found, *before)
-        if done:
-            memory.planned.clear()  # plans made without them
+        if done:  # plans were made without them
+            memory.planned.clear()
+            memory.waiting.clear()
 
     def plan_from(self, memory: Memory, use: Any) -> None:
         """Plans again for each device on which this use differs from the one planned with."""
@@ -219,9 +234,12 @@ class Planner:
                 or (memory.pace.share is not None and like.share != memory.pace.share)
             ):
                 share = memory.pace.share or SHARES[-1]
-                make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share)
+                rests = _RESTS if (memory.pace.slowdown or 0.0) <= _NOTHING else _LONG_RESTS
+                make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share, rests)
                 more = dict(known=known, detailed=detailed, paced=paced)
                 if self.yields:
+                    if like is not None and like.share != share:  # which slows the step
+                        del memory.planned[device]
                     memory.waiting[device] = in_background(make), more
                 else:
                     memory.planned[device] = replace(make(), **more)
@@ -263,15 +281,26 @@ class Planner:
         seconds: tuple[float, float] | None,
         link: Link | None,
         share: float,
+        rests: int = _RESTS,
     ) -> Planned:
         """A plan for a device. Without a budget its host memory is there: a step that waited for the system would be
         several times as long."""
         made = self.planned(timeline, first, signature, seconds, link or self._measured(device), share)
         if self.yields:
             for bytes in self.engine.missing_host([first[move.tensor][:2] for move in made.plan.moves]):
-                if self._closed or not threading.main_thread().is_alive() or not self.engine.add_host(device, bytes):
+                if not self.engine.add_host(device, bytes, functools.partial(self._rest, rests)):
                     break
         return made
+
+    def _rest(self, times: int, seconds: float) -> bool:
+        """After so many seconds in which others may have waited; whether what is made is still wanted."""
+        end = time.monotonic() + times * seconds
+        while not self._closed and threading.main_thread().is_alive():
+            left = end - time.monotonic()
+            if left <= 0:
+                return True
+            time.sleep(min(left, _NAP))
+        return False
 
     def planned(
         self,
@@ -311,7 +340,8 @@ class Planner:
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        transfer_plan = _C.offload.TransferPlan(tensors, back, min(room, MOST))
+        unhooked = without_hooks(timeline, made) if self.yields else (0, 0, 0)
+        transfer_plan = _C.offload.TransferPlan(tensors, back, min(room, MOST), *unhooked)
         return Planned(timeline, signature, seconds, link, made, transfer_plan, share=share)
 
     def _made(

@@ -54,6 +54,8 @@ class OffloadReport:
             ("forward", f"{_time(n['forward_seconds'])}, waited {_time(n['forward_stall_seconds'])}"),
             ("backward", f"{_time(n['backward_seconds'])}, waited {_time(n['backward_stall_seconds'])}{stall}"),
         ]
+        if n["unhooked_tensors"]:
+            rows.append(("without hooks", f"{n['unhooked_tensors']} tensors behind the last move, as planned"))
         if n["stepped_aside"]:
             rows.append(("stepped aside", f"hooks made the step {100 * n['slowdown']:.2g}% slower"))
         elif n["slowdown"] is not None:
@@ -94,6 +96,7 @@ def report(settings: dict[str, Any], engine: Any, use: Any | None, plans: dict[i
         "sent_bytes": total("sent_bytes"),
         "returned_bytes": total("returned_bytes"),
         "compressed_tensors": total("compressed_tensors"),
+        "unhooked_tensors": total("unhooked_tensors"),
         "peak_bytes": peak,
         "peak_bytes_without": max((b["peak_bytes_without"] for b in on_device), default=0),
         "predicted_peak_bytes": None if planned is None else max(p.peak_bytes for p in planned.values()),

@@ -84,3 +84,24 @@ def same_times(old: tuple[float, float] | None, new: tuple[float, float] | None)
 def close_rates(old: Link, new: Link) -> bool:
     pairs = ((old.d2h, new.d2h), (old.h2d, new.h2d))
     return all(abs(a - b) <= _SAME_RATE * max(a, b) for a, b in pairs)
+
+
+def without_hooks(timeline: Timeline, plan: Plan) -> tuple[int, int, int]:
+    """What the plan says of the tensors behind its last move: after how many tensors no hooks are needed, the reads of
+    those behind, and their bytes. Zeros where hooks have to stay: what has none must be read first, before anything
+    comes back, so that the operations that follow are known."""
+    tensors, end = timeline.tensors, len(timeline.seconds) - 1
+    least = max((m.tensor for m in plan.moves), default=0) + 1
+    back = min((m.prefetch for m in plan.moves), default=end)
+    # A tensor that nobody read counts to the end.
+    unread = [t.first_backward >= end for t in tensors]
+    read = sorted((i for i in range(len(tensors)) if not unread[i]), key=lambda i: tensors[i].first_backward)
+    found, behind, lowest = (0, 0, 0), 0, len(tensors)
+    for reads, i in enumerate(read, 1):
+        if timeline.forward + reads > back or i < least:
+            break
+        behind += sum(not u for u in unread[i:lowest]) if i < lowest else 0
+        lowest = min(lowest, i)
+        if behind == reads:  # all of them, and no other
+            found = lowest, reads, sum(t.bytes for t in tensors[lowest:])
+    return found

@@ -41,10 +41,12 @@ std::pair<double, double> measure(c10::DeviceIndex device) {
   const c10::cuda::CUDAGuard guard(device);
   // Another thread may be capturing, whose capture an allocation would end.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  const auto stream = c10::cuda::getStreamFromPool(true, device);
+  // Memory of the default stream, which the program can use afterwards.
+  const auto stream = c10::cuda::getStreamFromPool(true, device), owner = c10::cuda::getDefaultCUDAStream(device);
   const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), free_pinned);
   if (host == nullptr) return {0, 0};
-  const c10::DataPtr there = scratch(stream, kBytes);
+  const c10::DataPtr there = scratch(owner, kBytes);
+  record_on(owner)->make_wait(stream);
   const auto timed = [&](void* to, const void* from, cudaMemcpyKind kind) {
     CudaEventPtr begin, end;
     for (int i = 0; i < 2; ++i) {  // the first is a warm-up
@@ -149,9 +151,9 @@ class CopyMover : public CudaMover {
     for (const auto& [bytes, itemsize] : tensors) sizes.push_back(room_for(bytes, itemsize, codec_));
     return pool_->missing(sizes);
   }
-  void* allocate_host(c10::DeviceIndex device, int64_t bytes) const override {
+  void* allocate_host(c10::DeviceIndex device, int64_t bytes, const Rest& rest) const override {
     const c10::cuda::CUDAGuard guard(device);
-    return allocate_pinned(bytes, /*patiently=*/true);
+    return allocate_pinned(bytes, rest);
   }
   void keep_host(void* data, int64_t bytes) override { pool_->add(data, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }

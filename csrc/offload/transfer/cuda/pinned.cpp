@@ -22,9 +22,9 @@
 namespace weft::offload {
 namespace {
 
-constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20;
+constexpr int64_t kLarge = 8 << 20, kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
-constexpr int kRest = 3;  // how much longer than it worked a patient allocation rests
+constexpr int64_t kTouched = 32 << 20;  // by several threads at once: less is not worth their start
 
 int64_t page_size() {
   static const int64_t size = sysconf(_SC_PAGESIZE);
@@ -42,30 +42,30 @@ Mapped& mapped() {
   return *all;
 }
 
+void touch_pages(char* begin, char* end) {
+  for (volatile char* p = begin; p < end; p += page_size()) *p = 0;
+}
+
 void touch(char* data, int64_t bytes) {
-  const auto pages = [page = page_size()](char* begin, char* end) {
-    for (volatile char* p = begin; p < end; p += page) *p = 0;
-  };
   const int64_t parts = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, kThreads);
   const int64_t part = ceil_div(ceil_div(bytes, parts), kHugePage) * kHugePage;
   std::vector<std::thread> threads;
   threads.reserve(size_t(parts));
   int64_t begin = 0;
   try {
-    for (; begin + part < bytes; begin += part) threads.emplace_back(pages, data + begin, data + begin + part);
+    for (; begin + part < bytes; begin += part) threads.emplace_back(touch_pages, data + begin, data + begin + part);
   } catch (const std::system_error&) {  // no more threads: this one touches the rest
   }
-  pages(data + begin, data + bytes);
+  touch_pages(data + begin, data + bytes);
   for (std::thread& thread : threads) thread.join();
 }
 
-// Does a piece of the work.
+// Does a piece of the work, and rests. False where either fails.
 template <typename Work>
-bool do_piece(bool patiently, const Work& work) {
+bool do_piece(const Rest& rest, const Work& work) {
   const auto begin = std::chrono::steady_clock::now();
-  const bool done = work();
-  if (patiently) std::this_thread::sleep_for(kRest * (std::chrono::steady_clock::now() - begin));
-  return done;
+  if (!work()) return false;
+  return rest == nullptr || rest(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
 }
 
 // The end of the piece at `data`, of a buffer that ends at `end`.
@@ -80,7 +80,8 @@ void unmap(char* data, size_t size, char* registered) {
   munmap(data, size);
 }
 
-void* allocate_mapped(int64_t bytes, bool patiently) {
+// `given_up`: whether `rest` said so.
+void* allocate_mapped(int64_t bytes, const Rest& rest, bool* given_up) {
   int device = 0, by_host_address = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&by_host_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess ||
@@ -98,16 +99,26 @@ void* allocate_mapped(int64_t bytes, bool patiently) {
   munmap(data + size, kHugePage - before);
   madvise(data, size, MADV_HUGEPAGE);
   madvise(data, size, MADV_DONTFORK);  // else copy-on-write after a fork may give the address other pages
+  char* touched = data;
   for (char *piece = data, *end; piece < data + size; piece = end) {
     end = piece_end(piece, data + size);
-    const bool done = do_piece(patiently, [&] {
-      touch(piece, end - piece);
-      return cudaHostRegister(piece, size_t(end - piece), cudaHostRegisterPortable | cudaHostRegisterMapped) ==
-             cudaSuccess;
+    bool refused = false;
+    const bool done = do_piece(rest, [&] {
+      if (rest != nullptr) {
+        touch_pages(piece, end);
+      } else if (piece >= touched) {
+        const int64_t bytes = std::min<int64_t>(kTouched, data + size - piece);
+        touch(piece, bytes);
+        touched = piece + bytes;
+      }
+      refused = cudaHostRegister(piece, size_t(end - piece), cudaHostRegisterPortable | cudaHostRegisterMapped) !=
+                cudaSuccess;
+      return !refused;
     });
     if (done) continue;
-    cudaGetLastError();  // clear it, as below; cudaHostAlloc may still succeed
-    unmap(data, size, piece);
+    if (refused) cudaGetLastError();  // clear it, as below; cudaHostAlloc may still succeed
+    unmap(data, size, refused ? piece : end);
+    *given_up = !refused;
     return nullptr;
   }
   const std::lock_guard lock(mapped().mutex);
@@ -117,13 +128,18 @@ void* allocate_mapped(int64_t bytes, bool patiently) {
 
 }  // namespace
 
-void* allocate_pinned(int64_t bytes, bool patiently) {
+void* allocate_pinned(int64_t bytes, const Rest& rest) {
   if (refused(refusals().host)) return nullptr;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes, patiently) : nullptr;
-  if (data != nullptr) return data;
-  if (do_piece(patiently, [&] { return cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess; }))
-    return data;
+  bool given_up = false;
+  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes, rest, &given_up) : nullptr;
+  if (data != nullptr || given_up) return data;
+  const auto allocate = [&] { return cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess; };
+  if (do_piece(rest, allocate)) return data;
+  if (data != nullptr) {
+    free_pinned(data);
+    return nullptr;
+  }
   cudaGetLastError();  // clear it, or the next check reports it as its own
   return nullptr;
 }
