@@ -1,16 +1,21 @@
 // Products of a persistent kernel with a matrix of which each block keeps some columns: rows @ matrix, by all threads
 // of a block.
 //
-// The block's columns are the rows of tensor-core tiles, and up to 8 rows of the left factor their columns, so few rows
-// cost as much as 8. The reduction is cut among the warps in chunks of 16, whose order inside may be any, if it is the
-// same for both factors: so a lane takes four neighbours of a row at once, straight from L2, every element once per
-// block, and weights lie in the order of fragments, without bank conflicts. The warps' partial sums are added up in
-// shared memory in a fixed order. fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is
-// multiply-adds, because every use of a weight on the tensor cores splits it first. Half types go to the tensor cores
-// as they are.
+// Weights lie in shared memory in the order of tensor-core fragments, without bank conflicts. The order inside a chunk
+// of 16 of the reduction may be any, if it is the same for both factors: so a lane takes four neighbours of a row at
+// once, straight from L2, every element once per block.
 //
-// Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and more for the splits, 80 instructions of a warp in
-// all. As multiply-adds a row takes 9.
+// Up to 8 rows are the columns of a tile, the block's columns its rows, and the reduction is cut among all warps. Of
+// more, rows are the rows of a tile, 16 for each part of the warps, and the reduction is cut among the warps of a part,
+// which ask for what comes next before they multiply. The warps' partial sums are added up in shared memory in a fixed
+// order, as many numbers whatever the rows.
+//
+// fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is multiply-adds, because every use of a
+// weight on the tensor cores splits it first. Half types go to the tensor cores as they are. What comes out as NaN is
+// summed up again, one by one, because an infinity is one that way.
+//
+// Cost: 6 mma of 2 clocks of a multiprocessor for each 16 x 16 weights and 8 rows, and more for the splits below 16
+// rows, 60 instructions of a warp in all. As multiply-adds a row takes 9.
 #pragma once
 
 #include "common/cuda/grid_barrier.jit.cuh"
@@ -62,20 +67,24 @@ template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Col
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
   static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
-  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;       // warps that have chunks
-  static constexpr int kMostGroups = kTiles == 1 ? 4 : kTiles < 8 ? 2 : 1;  // of 8 rows, at a time
+  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;  // warps that have chunks
+  // Of rows that are the rows of tiles, and of the block's columns, which are their columns.
+  static constexpr int kPartRows = 16, kEighths = (kColumns + 7) / 8, kMostParts = kEighths < 16 ? 4 : 0;
   static constexpr int kWeightBytes = kChunks * kTiles * 256 * int(sizeof(E));
   // Partial sums are added up some tiles at a time; rows are in other banks each.
   static constexpr int kMostPartialBytes = 44 << 10;
-  static constexpr int tiles_at_once(int groups) {
-    const int found = (kMostPartialBytes / (kActive * groups * 32) - 4) / 16;
-    return found < 1 ? 1 : found < kTiles ? found : kTiles;
+  // `width` columns of so many rows of partial sums.
+  static constexpr int at_once(int rows, int width) {
+    const int found = (kMostPartialBytes / (rows * 4) - 4) / width, all = (kColumns + width - 1) / width;
+    return (found < 1 ? 1 : found < all ? found : all) * width;
   }
-  static constexpr int partial_bytes(int groups) { return kActive * groups * 8 * (tiles_at_once(groups) * 16 + 4) * 4; }
-  static constexpr int kPartialBytes = partial_bytes(1) > partial_bytes(kMostGroups) ? partial_bytes(1)
-                                                                                     : partial_bytes(kMostGroups);
+  static constexpr int kAtOnce = at_once(kActive * 8, 16), kManyAtOnce = at_once(kWarps * kPartRows, 8);
+  static constexpr int kFewBytes = kActive * 8 * (kAtOnce + 4) * 4,
+                       kManyBytes = kMostParts > 0 ? kWarps *kPartRows *(kManyAtOnce + 4) * 4 : 0;
+  static constexpr int kPartialBytes = kFewBytes > kManyBytes ? kFewBytes : kManyBytes;
 
-  // matrix[k][column] is at k * inner_stride + column * column_stride. Weights are seen after the block's next barrier.
+  // matrix[k][column] is at k * inner_stride + column * column_stride. Weights are seen after the thread's copies are
+  // there, and then a barrier of the block.
   static __device__ __noinline__ void load(const E* matrix, long long inner_stride, long long column_stride, int rank,
                                            FourOf<E>* weights) {
     const bool fours = kInner % 4 == 0 && inner_stride == 1 && column_stride % 4 == 0 &&
@@ -86,6 +95,17 @@ struct ResidentProduct {
       const int k = i / (64 * kTiles) * 16 + 4 * (lane % 4), column = local < kColumns ? Columns::of(local, rank) : -1;
       FourOf<E> four;
       const E* from = matrix + k * inner_stride + column * column_stride;
+      if constexpr (kMultiply == Multiply::kFloat) {
+        if (column >= 0 && k + 4 <= kInner) {
+          if (fours) {
+            copy_async<16>(weights + i, from);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) copy_async<4>(weights[i].x + e, from + e * inner_stride);
+          }
+          continue;
+        }
+      }
       if (column >= 0 && fours && k < kInner) {
         four = *reinterpret_cast<const FourOf<E>*>(from);
       } else {
@@ -100,6 +120,7 @@ struct ResidentProduct {
       }
       weights[i] = four;
     }
+    copy_commit();
   }
 
   // Rows i = 0 to count - 1: source(i), 0 beyond, points to row i of the left factor, of kInner neighbouring elements
@@ -108,21 +129,20 @@ struct ResidentProduct {
   template <typename Source, typename Store>
   static __device__ __forceinline__ void run(int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store) {
-    int first = 0;
-    if constexpr (kMostGroups > 1) {
-      for (; count - first > 8; first += kMostGroups * 8) {
-        some<kMostGroups>(first, count, rank, weights, partials, source, store, [] {});
-      }
-    }
-    for (; first < count; first += 8) {
-      few(first, count, rank, weights, partials, source, store, [] {});
+    for (int first = 0; first < count;) {
+      first += some(first, count, rank, weights, partials, source, store, [] {});
     }
   }
-  // The same of at most 8; between() is called when they have been asked for.
+  // The same; between() is called when the first rows have been asked for.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void run_few(int count, int rank, const FourOf<E>* weights, float* partials,
-                                                 const Source& source, const Store& store, const Between& between) {
-    few(0, count, rank, weights, partials, source, store, between);
+  static __device__ __forceinline__ void run_between(int count, int rank, const FourOf<E>* weights, float* partials,
+                                                     const Source& source, const Store& store, const Between& between) {
+    const int done = some(0, count, rank, weights, partials, source, store, between);
+    if constexpr (kMostParts == 0) {
+      for (int first = done; first < count;) {
+        first += some(first, count, rank, weights, partials, source, store, [] {});
+      }
+    }
   }
 
  private:
@@ -130,6 +150,22 @@ struct ResidentProduct {
   // Whether a tile has columns in this half.
   static constexpr bool has(int tile, int half) {
     return tile * 16 + half * 8 < kColumns;
+  }
+
+  // Some of the rows from `first` on, all where they are few enough. How many that may be.
+  template <typename Source, typename Store, typename Between>
+  static __device__ __forceinline__ int some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
+                                             const Source& source, const Store& store, const Between& between) {
+    const int left = count - first;
+    if constexpr (kMostParts > 0) {
+      if (left > 8) {
+        const int parts = left > 3 * kPartRows ? 4 : left > kPartRows ? 2 : 1;
+        many(first, count, parts, rank, weights, partials, source, store, between);
+        return parts * kPartRows;
+      }
+    }
+    few(first, count, rank, weights, partials, source, store, between);
+    return 8;
   }
 
   // Up to 8 rows from `first` on.
@@ -144,7 +180,7 @@ struct ResidentProduct {
         if (count - first <= 4) return multiply_add<4>(first, count, rank, weights, partials, source, store, between);
       }
     }
-    some<1>(first, count, rank, weights, partials, source, store, between);
+    eight(first, count, rank, weights, partials, source, store, between);
   }
 
   // The same of at most kRows rows by multiply-adds. Four lanes share a column; each has four neighbours of a chunk.
@@ -180,9 +216,10 @@ struct ResidentProduct {
         }
       }
     }
-    finish<1>(first, rows, rank, partials, store, [&](int begin, int end, int pitch) {
+    finish<kAtOnce, false>(first, rows, 8, kActive, rank, weights, partials, source, store, [&](int begin, int end) {
+      if (warp >= kActive) return;
 #pragma unroll
-      for (int tile = begin; tile < end; ++tile) {
+      for (int tile = begin / 16; tile * 16 < end; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (!has(tile, half)) continue;
@@ -191,8 +228,8 @@ struct ResidentProduct {
             float sum = d[tile][half][r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            const int column = (tile - begin) * 16 + half * 8 + lane / 4;
-            if (lane % 4 == r) partials[(warp * 8 + r) * pitch + column] = sum;
+            const int column = tile * 16 - begin + half * 8 + lane / 4;
+            if (lane % 4 == r) partials[(warp * 8 + r) * (kAtOnce + 4) + column] = sum;
           }
         }
       }
@@ -250,32 +287,53 @@ struct ResidentProduct {
     }
   }
 
-  // Adds up what the warps have of `rows` rows, some tiles at a time: write(begin, end, pitch) puts what this one has
-  // of tiles [begin, end) at partials[(warp * 8 * kGroups + row) * pitch + column].
-  template <int kGroups, typename Store, typename Write>
-  static __device__ __forceinline__ void finish(int first, int rows, int rank, float* partials, const Store& store,
-                                                const Write& write) {
-    constexpr int kAtOnce = tiles_at_once(kGroups), kPitch = kAtOnce * 16 + 4;
-    constexpr int kChains = kActive % 4 == 0 ? 4 : 1;  // of additions
+  // Adds up `terms` partial sums of `rows` rows, kColumnsAtOnce at a time: write(begin, end) puts those of columns
+  // [begin, end) that this warp has at partials[(term * apart + row) * (kColumnsAtOnce + 4) + column - begin].
+  template <int kColumnsAtOnce, bool kAgain, typename Source, typename Store, typename Write>
+  static __device__ __forceinline__ void finish(int first, int rows, int apart, int terms, int rank,
+                                                const FourOf<E>* weights, float* partials, const Source& source,
+                                                const Store& store, const Write& write) {
+    constexpr int kPitch = kColumnsAtOnce + 4, kChains = 4;  // of additions
 #pragma unroll
-    for (int begin = 0; begin < kTiles; begin += kAtOnce) {
-      const int end = begin + kAtOnce < kTiles ? begin + kAtOnce : kTiles;
-      if (threadIdx.x / 32 < kActive) write(begin, end, kPitch);
+    for (int begin = 0; begin < kColumns; begin += kColumnsAtOnce) {
+      const int columns = kColumns - begin < kColumnsAtOnce ? kColumns - begin : kColumnsAtOnce;
+      write(begin, begin + columns);
       __syncthreads();
-      const int columns = min(kAtOnce * 16, kColumns - begin * 16);
       for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
-        const int row = i / columns, local = begin * 16 + i % columns, column = Columns::of(local, rank);
+        const int row = i / columns, local = begin + i % columns, column = Columns::of(local, rank);
+        const float* const of = partials + row * kPitch + i % columns;
         float sums[kChains] = {};
+        int term = 0;
+        for (; term + kChains <= terms; term += kChains) {
 #pragma unroll
-        for (int w = 0; w < kActive; ++w) {
-          sums[w % kChains] += partials[(w * kGroups * 8 + row) * kPitch + i % columns];
+          for (int chain = 0; chain < kChains; ++chain) sums[chain] += of[(term + chain) * apart * kPitch];
         }
-        float sum = sums[0];
-        if constexpr (kChains == 4) sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        for (; term < terms; ++term) sums[0] += of[term * apart * kPitch];
+        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        if constexpr (kAgain && kMultiply == Multiply::kFloat) {
+          if (sum != sum) sum = one_by_one(source(first + row), weights, local);
+        }
         if (column >= 0) store(first + row, local, column, sum);
       }
       __syncthreads();
     }
+  }
+
+  // Of a row, which is there, and the block's `local`-th column.
+  static __device__ __noinline__ float one_by_one(const E* row, const FourOf<E>* weights, int local) {
+    float sum = 0.0f;
+    for (int k = 0; k < kInner; k += 4) {
+      const int lane = local % 8 * 4 + k % 16 / 4;
+      const FourOf<E> w = weights[(k / 16 * kTiles + local / 16) * 64 + local / 8 % 2 * 32 + lane];
+      FourOf<E> x{};
+      if constexpr (kPublished) {
+        ask(row + k, x);
+      } else {
+        for (int e = 0; e < 4 && k + e < kInner; ++e) x.x[e] = row[k + e];
+      }
+      for (int e = 0; e < 4; ++e) sum = fmaf(float(w.x[e]), float(x.x[e]), sum);
+    }
+    return sum;
   }
 
   static __device__ __forceinline__ bool ask(const E* from, FourOf<E>& to) {
@@ -289,7 +347,7 @@ struct ResidentProduct {
 
   static __device__ __forceinline__ void split(float x, u32& high, u32& low) {
     if constexpr (kMultiply == Multiply::kFloat) {
-      high = cut_tf32(__float_as_uint(x)), low = cut_off_tf32(__float_as_uint(x));
+      high = cut_tf32(__float_as_uint(x)), low = __float_as_uint(x - __uint_as_float(high));
     } else {
       high = __float_as_uint(x), low = 0;
     }
@@ -307,48 +365,41 @@ struct ResidentProduct {
     }
   }
 
-  // 8 * kGroups rows from `first` on.
-  template <int kGroups, typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
-                                              const Source& source, const Store& store, const Between& between) {
+  // Up to 8 rows from `first` on.
+  template <typename Source, typename Store, typename Between>
+  static __device__ __forceinline__ void eight(int first, int count, int rank, const FourOf<E>* weights,
+                                               float* partials, const Source& source, const Store& store,
+                                               const Between& between) {
     // Independent sums, or each product would wait for the one before.
-    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles * kGroups == 1 ? 2 * kTerms : 1;
-    constexpr int kBatch = kOfWarp < 8 / kGroups ? kOfWarp : 8 / kGroups;  // chunks that are loaded together
+    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles == 1 ? 2 * kTerms : 1;
+    constexpr int kBatch = kOfWarp < 8 ? kOfWarp : 8;  // chunks that are loaded together
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = min(count - first, 8 * kGroups);
-    float d[kTiles][kGroups][kSums][4] = {};
-    const E* from[kGroups];
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const int row = g * 8 + lane / 4;
-      from[g] = row < rows ? source(first + row) : nullptr;
-    }
+    const int rows = min(count - first, 8);
+    float d[kTiles][kSums][4] = {};
+    const E* const from[1] = {lane / 4 < rows ? source(first + lane / 4) : nullptr};
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
-      FourOf<E> b[kBatch][kGroups];
-      read<kBatch, kGroups>(batch, from, b, between);
+      FourOf<E> b[kBatch][1];
+      read<kBatch, 1>(batch, from, b, between);
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
         const int chunk = warp + (batch + c) * kWarps;
         if (chunk >= kChunks) break;
-        u32 b_high[kGroups][4], b_low[kGroups][4];
+        u32 b_high[4], b_low[4];
+        if constexpr (kMultiply == Multiply::kHalf) {
+          b_high[0] = pair(b[c][0], 0), b_high[1] = pair(b[c][0], 1);
+        } else {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if constexpr (kMultiply == Multiply::kHalf) {
-            b_high[g][0] = pair(b[c][g], 0), b_high[g][1] = pair(b[c][g], 1);
-          } else {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) split(float(b[c][g].x[e]), b_high[g][e], b_low[g][e]);
-          }
+          for (int e = 0; e < 4; ++e) split(float(b[c][0].x[e]), b_high[e], b_low[e]);
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
+          float(&sums)[kSums][4] = d[tile];
           const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
           FourOf<E> lower{};
           if (has(tile, 1)) lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
           if constexpr (kMultiply == Multiply::kHalf) {
             const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) mma_half(d[tile][g][c % kSums], a, b_high[g]);
+            mma_half(sums[c % kSums], a, b_high);
             continue;
           }
 #pragma unroll
@@ -359,35 +410,137 @@ struct ResidentProduct {
               split(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
               split(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
             }
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-              float(&sums)[kSums][4] = d[tile][g];
-              if constexpr (kTerms == 3) {
-                mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high[g] + 2 * half);
-                mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low[g] + 2 * half);
-              }
-              mma_tf32(sums[half * kTerms % kSums], high, b_high[g] + 2 * half);
+            if constexpr (kTerms == 3) {
+              mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high + 2 * half);
+              mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low + 2 * half);
             }
+            mma_tf32(sums[half * kTerms % kSums], high, b_high + 2 * half);
           }
         }
       }
     }
-    finish<kGroups>(first, rows, rank, partials, store, [&](int begin, int end, int pitch) {
+    finish<kAtOnce, true>(first, rows, 8, kActive, rank, weights, partials, source, store, [&](int begin, int end) {
+      if (warp >= kActive) return;
 #pragma unroll
-      for (int tile = begin; tile < end; ++tile) {
+      for (int tile = begin / 16; tile * 16 < end; ++tile) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int i = 0; i < 4; ++i) {
+          float sum = 0.0f;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
-            const int row = g * 8 + lane % 4 * 2 + i % 2, column = (tile - begin) * 16 + i / 2 * 8 + lane / 4;
-            partials[(warp * kGroups * 8 + row) * pitch + column] = sum;
-          }
+          for (int s = kSums; s > 0; --s) sum += d[tile][s - 1][i];
+          const int row = lane % 4 * 2 + i % 2, column = tile * 16 - begin + i / 2 * 8 + lane / 4;
+          partials[(warp * 8 + row) * (kAtOnce + 4) + column] = sum;
         }
       }
     });
+  }
+
+  // Up to 16 * parts rows from `first` on; parts is 1, 2 or 4.
+  template <typename Source, typename Store, typename Between>
+  static __device__ __forceinline__ void many(int first, int count, int parts, int rank, const FourOf<E>* weights,
+                                              float* partials, const Source& source, const Store& store,
+                                              const Between& between) {
+    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1;
+    constexpr int kAhead = kEighths <= 8 ? 3 : 1;  // chunks that are asked for before they are multiplied
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = warp & (parts - 1), slice = warp / parts, slices = kWarps / parts;
+    const int rows = min(count - first, parts * kPartRows);
+    const E* from[2];
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      const int row = part * kPartRows + g * 8 + lane / 4;
+      from[g] = row < rows ? source(first + row) : nullptr;
+    }
+    FourOf<E> ahead[kAhead][2];
+    bool missing[kAhead][2] = {};
+    const auto start = [&](int chunk, FourOf<E>(&x)[2], bool(&is_missing)[2]) {
+      const int k = chunk * 16 + lane % 4 * 4;
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        is_missing[g] = false;
+        if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
+          if constexpr (kPublished) {
+            is_missing[g] = ask(from[g] + k, x[g]);
+          } else {
+            x[g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+          }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            x[g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+          }
+        }
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) start(slice + i * slices, ahead[i], missing[i]);
+    between();
+    float d[kEighths][4] = {};
+#pragma unroll 1
+    for (int chunk = slice; chunk < kChunks; chunk += slices) {
+      if constexpr (kPublished) {
+        const int k = chunk * 16 + lane % 4 * 4;
+        while (__any_sync(~0u, missing[0][0] || missing[0][1])) {
+#pragma unroll
+          for (int g = 0; g < 2; ++g) {
+            if (missing[0][g]) missing[0][g] = ask(from[g] + k, ahead[0][g]);
+          }
+        }
+      }
+      const FourOf<E> x[2] = {ahead[0][0], ahead[0][1]};
+#pragma unroll
+      for (int i = 0; i + 1 < kAhead; ++i) {
+#pragma unroll
+        for (int g = 0; g < 2; ++g) ahead[i][g] = ahead[i + 1][g], missing[i][g] = missing[i + 1][g];
+      }
+      start(chunk + kAhead * slices, ahead[kAhead - 1], missing[kAhead - 1]);
+      u32 a_high[2][4], a_low[2][4];
+      if constexpr (kMultiply == Multiply::kHalf) {
+        a_high[0][0] = pair(x[0], 0), a_high[0][1] = pair(x[1], 0);
+        a_high[0][2] = pair(x[0], 1), a_high[0][3] = pair(x[1], 1);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            split(float(x[i % 2].x[2 * half + i / 2]), a_high[half][i], a_low[half][i]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kEighths; ++n) {
+        const FourOf<E> w = weights[(chunk * kTiles + n / 2) * 64 + n % 2 * 32 + lane];
+        if constexpr (kMultiply == Multiply::kHalf) {
+          const u32 b[2] = {pair(w, 0), pair(w, 1)};
+          mma_half(d[n], a_high[0], b);
+          continue;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          u32 high[2], low[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) split(float(w.x[2 * half + e]), high[e], low[e]);
+          if constexpr (kTerms == 3) {
+            mma_tf32(d[n], a_low[half], high);
+            mma_tf32(d[n], a_high[half], low);
+          }
+          mma_tf32(d[n], a_high[half], high);
+        }
+      }
+    }
+    const int terms = kChunks < slices ? kChunks : slices;
+    finish<kManyAtOnce, true>(
+        first, rows, parts * kPartRows, terms, rank, weights, partials, source, store, [&](int begin, int end) {
+          if (slice >= terms) return;
+#pragma unroll
+          for (int n = begin / 8; n * 8 < end; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int row = part * kPartRows + i / 2 * 8 + lane / 4, column = n * 8 - begin + lane % 4 * 2 + i % 2;
+              partials[(slice * parts * kPartRows + row) * (kManyAtOnce + 4) + column] = d[n][i];
+            }
+          }
+        });
   }
 };
 

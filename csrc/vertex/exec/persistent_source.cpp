@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "vertex/exec/cuda/persistent.jit.cuh"
+#include "vertex/exec/pair.h"
 #include "vertex/exec/script.h"
 #include "vertex/program/source.h"
 
@@ -35,12 +36,14 @@ struct Sizes {
     const int64_t tiles = (share.columns + 15) / 16, chunks = (source.width + 15) / 16;
     const int64_t active = std::min<int64_t>(chunks, kWarps);
     weights = chunks * tiles * 256 * (is_half(source.dtype) ? 2 : 4);
-    partials = 0;
-    for (const int64_t groups : {1, tiles == 1 ? 4 : tiles < 8 ? 2 : 1}) {
+    const auto bytes = [&](int64_t rows, int64_t width) {
       constexpr int64_t kMostPartialBytes = 44 << 10;
-      const int64_t at_once = std::clamp<int64_t>((kMostPartialBytes / (active * groups * 32) - 4) / 16, 1, tiles);
-      partials = std::max(partials, active * groups * 8 * (at_once * 16 + 4) * 4);
-    }
+      const int64_t all = std::max<int64_t>(1, (share.columns + width - 1) / width);
+      const int64_t at_once = std::clamp<int64_t>((kMostPartialBytes / (rows * 4) - 4) / width, 1, all) * width;
+      return rows * (at_once + 4) * 4;
+    };
+    partials = bytes(active * 8, 16);
+    if ((share.columns + 7) / 8 < 16) partials = std::max(partials, bytes(int64_t{kWarps} * 16, 8));
   }
 };
 
@@ -58,7 +61,7 @@ struct Room {
       if (!is_product(partition, i)) continue;
       const Share& share = partition.shares[i];
       const Sizes sizes(program, *partition.steps[i], share);
-      sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
+      sums = std::max<int64_t>(sums, int64_t{kPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
       of[part(partition, i)] += sizes.weights;
     }
@@ -82,6 +85,8 @@ struct Room {
     return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials;
   }
 };
+
+constexpr const char* kAwait = "await_weights(loading); ";
 
 std::string label(size_t step, ScriptInstruction::Op op) {
   static_assert(ScriptInstruction::kOps <= 8);
@@ -200,10 +205,10 @@ class SourceWriter {
             (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
             ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
     const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
-    cases += label(i, ScriptInstruction::kRun) + "product<Product" + n + ", " + type + ">(" + from + ", " + to +
-             ", first, count, rank, shared + " + at + ", partials, " + bias + "); break;";
-    pair(i, "few<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, shared + " + at +
-                ", partials, sums, ");
+    cases += label(i, ScriptInstruction::kRun) + kAwait + "product<Product" + n + ", " + type + ">(" + from + ", " +
+             to + ", first, count, rank, shared + " + at + ", partials, " + bias + "); break;";
+    pair(i, "product_between<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, shared + " +
+                at + ", partials, sums, ");
     if (s.zeroes_leaves) {
       cases += label(i, ScriptInstruction::kZero) + "zero<" + columns_of(share, partition_.blocks) + ", " + type +
                ">(" + to + ", first, count, rank); break;";
@@ -236,8 +241,9 @@ class SourceWriter {
       }
       const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
       const std::string units = std::to_string(share.columns);
-      cases += label(number, ScriptInstruction::kPair) + "{ constexpr int columns = " + std::to_string(kernel.width) +
-               "; const int local = threadIdx.x % " + units + ", own = rank * " + units +
+      cases += label(number, ScriptInstruction::kPair) + kAwait +
+               "{ constexpr int columns = " + std::to_string(kernel.width) + "; const int local = threadIdx.x % " +
+               units + ", own = rank * " + units +
                " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
                " && own < columns; const int pair = mine ? threadIdx.x / " + units +
                " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared +
@@ -276,10 +282,10 @@ class SourceWriter {
     const auto tiles = [](int32_t width) { return (width + kOuterTile - 1) / kOuterTile; };
     const int first = first_unit(of_matrices_, s.matrix, tiles(rows) * tiles(columns));
     const std::string matrix = "matrices.of[" + std::to_string(s.matrix) + "]";
-    cases += label(i, ScriptInstruction::kRun) + "outer<" + std::to_string(rows) + ", " + std::to_string(columns) +
-             ", " + std::to_string(first) + terms(i) + ">(" + buffer(left) + ", " + buffer(right) + ", first, count, " +
-             matrix + ".row, " + matrix + ".column, updates.of[" + std::to_string(s.matrix) +
-             "], refused, reinterpret_cast<float*>(partials)); break;";
+    cases += label(i, ScriptInstruction::kRun) + kAwait + "outer<" + std::to_string(rows) + ", " +
+             std::to_string(columns) + ", " + std::to_string(first) + terms(i) + ">(" + buffer(left) + ", " +
+             buffer(right) + ", first, count, " + matrix + ".row, " + matrix + ".column, updates.of[" +
+             std::to_string(s.matrix) + "], refused, reinterpret_cast<float*>(partials)); break;";
   }
 
   void total(size_t i) {
@@ -288,10 +294,11 @@ class SourceWriter {
     const auto found = std::find_if(program_.buffers.begin(), program_.buffers.end(), is_vector);
     const int32_t elements = found == program_.buffers.end() ? s.first + s.width : found->width;
     const int first = first_unit(of_vectors_, s.vector, (elements + kSumColumns - 1) / kSumColumns);
-    cases += label(i, ScriptInstruction::kRun) + "total<" + std::to_string(elements) + ", " + std::to_string(first) +
-             terms(i) + ">(" + buffer(s.source) + ", first, count, " + std::to_string(s.column) + ", " +
-             std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
-             std::to_string(s.vector) + "], refused, reinterpret_cast<float*>(partials)); break;";
+    cases += label(i, ScriptInstruction::kRun) + kAwait + "total<" + std::to_string(elements) + ", " +
+             std::to_string(first) + terms(i) + ">(" + buffer(s.source) + ", first, count, " +
+             std::to_string(s.column) + ", " + std::to_string(s.width) + ", " + std::to_string(s.first) +
+             ", updates.of[kMatrices + " + std::to_string(s.vector) +
+             "], refused, reinterpret_cast<float*>(partials)); break;";
   }
 
   const Program& program_;

@@ -73,15 +73,15 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
       });
 }
 
-// The same of at most 8 rows, whose sums stay in `sums`, too; between() runs while they are under way.
+// The same of the few rows of a pair, whose sums stay in `sums`, too; between() runs while they are under way.
 template <typename Product, typename E, typename Between>
-__device__ __forceinline__ void few(const BufferArgument& source, const BufferArgument& target, int first, int count,
-                                    int rank, const unsigned char* weights, unsigned char* partials, float* sums,
-                                    const Between& between) {
+__device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
+                                                int count, int rank, const unsigned char* weights,
+                                                unsigned char* partials, float* sums, const Between& between) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
-  Product::run_few(
+  Product::run_between(
       count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
       [=](int i) { return from + i * from_stride; },
       [=](int i, int local, int column, float sum) {
@@ -89,6 +89,14 @@ __device__ __forceinline__ void few(const BufferArgument& source, const BufferAr
         sums[i * Product::kColumns + local] = float(E(sum));
       },
       between);
+}
+
+// Before the first use of what is on its way from the matrices; kernels of leaves run meanwhile.
+__device__ __forceinline__ void await_weights(bool& loading) {
+  if (!loading) return;
+  weft::copy_wait<0>();
+  __syncthreads();
+  loading = false;
 }
 
 template <typename Columns, typename E>
@@ -130,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
   look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
 #endif
   WEFT_VERTEX_WEIGHTS
+  bool loading = true;
   for (int at = 0;; ++at) {
     __syncthreads();  // what the block did is seen by its next instruction
     if (at % kScriptWindow == 0) {
@@ -154,10 +163,13 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
       continue;
     }
     if (instruction.op == ScriptInstruction::kTurn) {
+      await_weights(loading);  // of the part before, which may have had no use
       WEFT_VERTEX_TURN
+      loading = true;
       continue;
     }
     if (instruction.op == ScriptInstruction::kUpdateHead) {
+      await_weights(loading);
       update_head<WEFT_VERTEX_HEAD_TURN>(training, outputs, counted, refused, updates.of[kUpdates - 2],
                                          updates.of[kUpdates - 1], reinterpret_cast<float*>(partials));
       continue;

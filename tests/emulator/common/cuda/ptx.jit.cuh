@@ -148,6 +148,13 @@ inline u32 address_in(u32 of_rank, u32 own_address) {
   if (own_address >> emulator::kRankBits) emulator::fail("address that is already one of the cluster");
   return own_address | (of_rank + 1) << emulator::kRankBits;
 }
+inline u32 load(u32 address) {
+  emulator::Block& of = emulator::block_at(address);
+  if (of.running == 0) emulator::fail("a read from a block that has ended");
+  u32 x;
+  std::memcpy(&x, emulator::shared_at(of, address & ((1u << emulator::kRankBits) - 1), 4), 4);
+  return x;
+}
 inline void send(u32 address, uint4 v, u32 barrier) {
   emulator::Block& to = emulator::block_at(address);
   if (&emulator::block_at(barrier) != &to) emulator::fail("a message and its barrier are in different blocks");
