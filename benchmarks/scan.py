@@ -7,7 +7,7 @@ batch first beside time first; a scan that is read out beside scan and einsum; p
 the minGRUs of examples/char_lm.py reach beside a GRU, and how fast they train. `pointwise_scan` with ParaGRU's cell
 against the bytes, beside a plain walk; its layers against the package pararnn-torch, where it is installed (with as
 many Newton iterations as it takes by itself); spiking neurons against their loop in a CUDA graph; the first call of a
-new step. FILTER is a substring of the case or the metric.
+new step; a training step of examples/bitstream.py. FILTER is a substring of the case or the metric.
 
 ``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
 length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
@@ -17,15 +17,18 @@ not measured first; ``--algorithm scan`` forces that algorithm, to see where it 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import random
 import runpy
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import weft
+from torch.nn.functional import cross_entropy
 from weft._base.torch_private import RNN_KERNELS
 from weft._rnn.dropin.torch_limits import why_not_cudnn
 from weft._rnn.select.costs import GATES
@@ -47,6 +50,7 @@ from benchmarks.common import (
     parse_case,
     peak_memory,
     read_rows,
+    relative_error,
     run_entries,
     show,
     table_parser,
@@ -135,16 +139,65 @@ def _dense_entry(H: int, B: int, T: int) -> Entry:
 LANGUAGE_MODEL_SECONDS = {"cuda": 8, "cpu": 30}
 
 
+def _example(name: str) -> dict[str, Any]:
+    """The names that a script of examples/ defines."""
+    folder = str(ROOT / "examples")
+    sys.path.insert(0, folder)  # where the example finds its neighbours
+    try:
+        return runpy.run_path(f"{folder}/{name}.py")
+    finally:
+        sys.path.remove(folder)
+
+
+BITSTREAM_STEPS = 10
+
+
+def _bitstream_entry(B: int = 16, T: int = 30000, device: str = "cuda") -> Entry:
+    """A training step of examples/bitstream.py, loss and optimizer with it, the mean of so many in a row: the layer
+    as "newton" and as "scan", and torch's."""
+    example = _example("bitstream")
+    options = example["parse"](["--length", str(T), "--batch", str(B), "--device", device])
+    name = case_name(model="bitstream", device=device, dtype="fp32", H=options.hidden, B=B, T=T, algorithm="newton")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        bits, classes = example["make_streams"](4 * B, T, device)
+        net = example["Classifier"](options.hidden).to(device)
+
+        def steps(model: torch.nn.Module) -> Candidate:
+            optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
+
+            def run(_: object) -> None:
+                for step in range(BITSTREAM_STEPS):
+                    batch = slice(step % 4 * B, (step % 4 + 1) * B)
+                    loss = cross_entropy(model(bits[batch].t()[..., None].float()), classes[batch])
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+
+            return Candidate(run)
+
+        models = {
+            "weft": weft.accelerate(copy.deepcopy(net), algorithm="newton"),
+            "scan": weft.accelerate(copy.deepcopy(net), algorithm="scan"),
+            "torch.nn": net,
+        }
+        with torch.no_grad():
+            x = bits[:B].t()[..., None].float()
+            error = relative_error(models["weft"](x), net(x))
+        check_agreement(name, {"scores": error}, 1e-4)
+        times = measure({key: steps(model) for key, model in models.items()}, device, warmup=1, repeats=6, at_most=0.3)
+        ms = {key: time / BITSTREAM_STEPS for key, time in times.items()}
+        return [results.put(name, "training_step", "ms", ms["weft"], peer, ms[peer]) for peer in ("scan", "torch.nn")]
+
+    return Entry(name, ("training_step",), run)
+
+
 def _language_model_entry(device: str = "cuda", seconds: float | None = None) -> Entry:
     """What examples/char_lm.py compares: a stack of minGRUs beside a GRU, each trained on Python's documentation for so
     many seconds; bits per character of the tenth that was held out, and characters per second of training."""
     seconds = LANGUAGE_MODEL_SECONDS[device] if seconds is None else seconds
-    folder = str(ROOT / "examples")
-    sys.path.insert(0, folder)  # where the example finds its neighbours
-    try:
-        example = runpy.run_path(f"{folder}/char_lm.py")
-    finally:
-        sys.path.remove(folder)
+    example = _example("char_lm")
     options = example["parse"](["--device", device, "--seconds", str(seconds), "--steps", "1000000"])
     sizes = {"H": options.hidden, "B": options.batch, "T": options.length}
     name = case_name(cell="mingru", model="char_lm", device=device, dtype="fp32", **sizes, seconds=f"{seconds:g}")
@@ -203,6 +256,7 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
         for B, H, T, dtype, shift in POINTWISE:
             if dtype == "fp32" and not shift:
                 yield para_entry(cell, B, H, T)
+    yield _bitstream_entry()
     yield spiking_entry()
     yield first_call_entry()
     for B, H, T in ((8, 1536, 16384), (1, 768, 65536)):

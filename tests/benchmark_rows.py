@@ -31,4 +31,5 @@ def rnn_rows(ratio: float = 8.0) -> list[dict]:
     for target in rnn.TARGETS:
         if target.peer != "torch.nn":
             rows.append(row(target.case.name, target.metric, 1.0, ratio, peer=target.peer))
+    rows += [row(case.name, "forward", 1.0, ratio, peer="scan") for case in rnn.AUTO_NEWTON]
     return rows
