@@ -479,11 +479,15 @@ struct ResidentProduct {
 #pragma unroll 1
     for (int chunk = slice; chunk < kChunks; chunk += slices) {
       if constexpr (kPublished) {
-        const int k = chunk * 16 + lane % 4 * 4;
+        // With all that are missing at once: one after the other costs a round trip each.
         while (__any_sync(~0u, missing[0][0] || missing[0][1])) {
 #pragma unroll
-          for (int g = 0; g < 2; ++g) {
-            if (missing[0][g]) missing[0][g] = ask(from[g] + k, ahead[0][g]);
+          for (int i = 0; i < kAhead; ++i) {
+            const int k = (chunk + i * slices) * 16 + lane % 4 * 4;
+#pragma unroll
+            for (int g = 0; g < 2; ++g) {
+              if (missing[i][g]) missing[i][g] = ask(from[g] + k, ahead[i][g]);
+            }
           }
         }
       }
