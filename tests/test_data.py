@@ -186,6 +186,12 @@ def test_python_asts_of_modules_that_are_frozen():
     assert python_asts(["os"]) and python_asts(["collections.abc"]) is not None
 
 
+@pytest.mark.parametrize("modules", ["json", 3, [3], [None]])
+def test_python_asts_takes_names(modules):
+    with pytest.raises(TypeError, match="python_asts"):
+        python_asts(modules)
+
+
 @pytest.mark.parametrize("name", ["no_such_module", "json.no_such_module", "json.decoder.x", "sys", "__main__", ""])
 def test_python_asts_needs_a_module_with_source(name):
     with pytest.raises(ValueError, match="python_asts"):

@@ -247,9 +247,16 @@ def python_asts(modules: Iterable[str] | None = None) -> list[Tree]:
         modules: names, dotted ones too; by default 20 modules of the standard library.
 
     Raises:
+        TypeError: `modules` is one str, or a name is none.
         ValueError: a module is unknown or has no source.
     """
-    names = _MODULES if modules is None else list(modules)
+    names = _MODULES if modules is None else modules
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"weft.data.python_asts: modules must be names of modules, got {names!r}")
+    names = list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"weft.data.python_asts: a name must be a str, got {type(name).__name__}")
     return [
         _syntax_tree(function, label)
         for label, name in enumerate(names)

@@ -129,3 +129,9 @@ def test_refused_modules(case: str) -> None:
     x = torch.zeros(shape)
     with pytest.raises(error, match=message):
         transposed_jacobian(module, x, x)
+
+
+def test_indices_are_refused_with_what_came_out() -> None:
+    module, x = nn.MaxPool2d(2, return_indices=True), torch.zeros(2, 1, 4, 4)
+    with pytest.raises(ValueError, match="return_indices"):
+        transposed_jacobian(module, x, module(x))

@@ -62,6 +62,9 @@ def unknown(module: nn.Module) -> str:
     return f"no Jacobian is known for {name}; weft.sparse.register_jacobian({name}, function) adds one"
 
 
+_INDICES = "transposed_jacobian: MaxPool2d with return_indices has two outputs, and no Jacobian"
+
+
 def transposed_jacobian(module: nn.Module, input: Tensor, output: Tensor, *, prune: bool = False) -> Jacobian:
     """The transposed Jacobian ``(n_in, n_out)`` of a module at what went in and came out.
 
@@ -84,6 +87,8 @@ def transposed_jacobian(module: nn.Module, input: Tensor, output: Tensor, *, pru
     function = find_jacobian(module)
     if function is None:
         raise TypeError(f"transposed_jacobian: {unknown(module)}")
+    if isinstance(output, tuple) and isinstance(module, nn.MaxPool2d) and module.return_indices:
+        raise ValueError(_INDICES)
     for name, t in (("input", input), ("output", output)):
         if not isinstance(t, Tensor):
             raise TypeError(f"transposed_jacobian: {name} must be a Tensor, got {type(t).__name__}")
@@ -178,7 +183,7 @@ def _linear(module, input, output, prune):
 @_built(nn.MaxPool2d)
 def _max_pool2d(module, input, output, prune):
     if module.return_indices:
-        raise ValueError("transposed_jacobian: MaxPool2d with return_indices has two outputs, and no Jacobian")
+        raise ValueError(_INDICES)
     _check_dims(module, input, 4)
     return of.max_pool2d_jacobian(
         input, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
