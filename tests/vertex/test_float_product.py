@@ -98,7 +98,7 @@ class TestOnTheDevice:
 
     def test_infinities(self):
         torch.manual_seed(1)
-        cell = models.TreeFC(64).cuda()
+        cell = models.TreeLSTM(64, 64).cuda()
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]] * 20)
         x = torch.randn(graphs.num_vertices, 64, device="cuda")
         x[3, 5], x[7, 9] = torch.inf, -torch.inf
