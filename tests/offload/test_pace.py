@@ -95,3 +95,14 @@ def test_steps_at_a_pause_or_before_a_plan_do_not_count() -> None:
             pace.pause()
             clock[0] += 100
     assert all(end.seconds - begin.seconds == 1 for begin, end in pace._hooked)
+
+
+def test_who_has_stepped_aside_is_tried_again_much_later() -> None:
+    pace, clock = Pace(), [0.0]
+    hooked = []
+    for use in range(1100):
+        clock[0] += 1.2 if hooked and hooked[-1] and use < 20 else 1.0
+        pace = pace.after()
+        hooked.append(pace.share is not None and pace.enter(At(clock[0], clock), not pace.tried))
+    assert hooked[:3] == [True] * 3 and not any(hooked[3:1000]) and sum(hooked[1000:1010]) == 3
+    assert pace.tried and pace.share == SHARES[0] and hooked[-1]

@@ -198,10 +198,11 @@ class offload:
             capturing = on_cuda and torch.cuda.is_current_stream_capturing()
             may_move = not capturing and (on_cuda or self._backend == "reference")
             yields = self._planner.yields
+            memory.pace = memory.pace.after()
             trying = yields and may_move and not memory.pace.tried
             if may_move and not trying and memory.pace.share is not None:
                 self._planner.plan(memory)
-            plans = dict(memory.planned)
+            plans = {} if trying else dict(memory.planned)
             counting = yields and may_move and not trying and memory.counts_from is not None
             # Timing every operation costs time: done at first, and now and then. So does counting zeros.
             looks = 1 if yields else _LOOKS

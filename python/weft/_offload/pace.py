@@ -24,6 +24,8 @@ _TRIED = 2
 """Steps with hooks of a trial, before anything moves."""
 _AGAIN = 100
 """Steps between two comparisons."""
+_ASIDE = 1000
+"""Uses after which one that has stepped aside is tried again: what slowed its first steps may be gone."""
 
 
 class Moment(Protocol):
@@ -61,7 +63,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.share: float | None = SHARES[0]
-        """Of :data:`SHARES`; None once the object has stepped aside, for good."""
+        """Of :data:`SHARES`; None while the object has stepped aside."""
         self.slowdown: float | None = None
         """A step's time with hooks over that without, minus 1, when it was last measured."""
         self._hooked: deque[tuple[Moment, Moment]] = deque(maxlen=_HOOKED)
@@ -70,6 +72,12 @@ class Pace:
         """Seconds with and without hooks, of a trial that is in doubt."""
         self._steps = _AGAIN  # since the last comparison
         self._running: tuple[Moment, str] | None = None
+        self._aside = 0  # uses that it was
+
+    def after(self) -> Pace:
+        """The one for the use that is entered: a fresh one if this has been aside for long."""
+        self._aside += self.share is None
+        return self if self._aside <= _ASIDE else Pace()
 
     def pause(self) -> None:
         """The step that runs is like no other."""
