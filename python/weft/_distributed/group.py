@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from .._base.torch_private import functional_collectives, group_named
 __all__ = ["Ranks", "check_alike", "check_tensor", "checks_ranks", "known", "ranks_named", "ranks_of"]
 
 _collectives = functional_collectives()
+_all_gather = _collectives.all_gather_into_tensor.default
+_all_to_all = _collectives.all_to_all_single.default
+_wait = _collectives.wait_tensor.default
 
 
 class Ranks:
@@ -54,12 +58,6 @@ class Ranks:
         """RuntimeError where the group has no way to send x."""
 
 
-@functools.lru_cache(maxsize=16)
-def _devices_of(config: str) -> list[str]:
-    """Of "cpu:gloo,cuda:nccl"."""
-    return [part.partition(":")[0] for part in config.split(",")]
-
-
 @dataclass(frozen=True)
 class GroupRanks(Ranks):
     """The ranks of a ProcessGroup."""
@@ -68,9 +66,10 @@ class GroupRanks(Ranks):
     rank: int
     size: int
 
-    @property
+    @functools.cached_property
     def _devices(self) -> list[str]:
-        return _devices_of(str(dist.get_backend_config(group_named(self.name))))
+        config = str(dist.get_backend_config(group_named(self.name)))  # "cpu:gloo,cuda:nccl"
+        return [part.partition(":")[0] for part in config.split(",")]
 
     @property
     def device(self) -> torch.device:
@@ -80,15 +79,15 @@ class GroupRanks(Ranks):
         if self.size == 1:
             return x.unsqueeze(0)
         # The functional collective: a graph of torch.compile holds it, and so does a CUDA graph.
-        gathered = _collectives.all_gather_into_tensor(x.contiguous().view(-1), self.size, self.name)
-        return _collectives.wait_tensor(gathered).view(self.size, *x.shape)
+        gathered = _all_gather(x.contiguous().view(-1), self.size, self.name)
+        return _wait(gathered).view(self.size, *x.shape)
 
     def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
         if self.size == 1:
             return x.unsqueeze(0)
         own = sizes[self.rank]
-        rows = _collectives.all_to_all_single(x.contiguous(), [own] * self.size, sizes, self.name)
-        return _collectives.wait_tensor(rows).view(self.size, own, *x.shape[1:])
+        rows = _all_to_all(x.contiguous(), [own] * self.size, sizes, self.name)
+        return _wait(rows).view(self.size, own, *x.shape[1:])
 
     def shift(self, x: Tensor, by: int) -> Tensor | None:
         # Also from and to ranks that are not there, so that all take part.
@@ -96,7 +95,7 @@ class GroupRanks(Ranks):
             [x.numel() if r == other else 0 for r in range(self.size)] for other in (self.rank + by, self.rank - by)
         )
         rows = x.contiguous().view(-1)[: sum(sent)]
-        came = _collectives.wait_tensor(_collectives.all_to_all_single(rows, received, sent, self.name))
+        came = _wait(_all_to_all(rows, received, sent, self.name))
         return came.view(x.shape) if 0 <= self.rank - by < self.size else None
 
     def gather_objects(self, x: Any) -> list[Any]:
@@ -111,6 +110,10 @@ class GroupRanks(Ranks):
             raise RuntimeError(
                 f"{op}: the group's backend takes tensors on {' or '.join(self._devices)}, got one on {x.device}"
             )
+
+
+_of_groups: weakref.WeakKeyDictionary[ProcessGroup, GroupRanks] = weakref.WeakKeyDictionary()
+"""Those of groups that calls have named: who a process is in a group never changes, and takes long to find out."""
 
 
 def ranks_of(op: str, group: Any) -> Ranks:
@@ -139,10 +142,13 @@ def ranks_of(op: str, group: Any) -> Ranks:
         group = None if outside else group.get_group()
     elif group is None:
         group = dist.group.WORLD
+    if not outside and (found := _of_groups.get(group)) is not None:
+        return found
     rank = -1 if outside else dist.get_rank(group)
     if rank < 0:
         raise RuntimeError(f"{op}: this process, rank {dist.get_rank()} of all, is not in the group")
-    return GroupRanks(group.group_name, rank, dist.get_world_size(group))
+    ranks = _of_groups[group] = GroupRanks(group.group_name, rank, dist.get_world_size(group))
+    return ranks
 
 
 known: dict[str, Ranks] = {}
