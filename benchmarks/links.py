@@ -1,16 +1,24 @@
-"""What a link between ranks costs: all-gathers of many sizes, and the latency and bandwidth that say them best."""
+"""What a link between ranks costs: all-gathers of many sizes, and the latency and bandwidth that say those of about one
+size best, because backends send small and large messages in other ways."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 
 import torch
 import torch.distributed as dist
 import weft.distributed as wd
+from weft._distributed.group import GroupRanks
 
 from benchmarks.common import Results, case_name
 
-BYTES = [1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000]
+BYTES = [round(size * 10**k) for k in range(3, 7) for size in (1, 2, 5)] + [10_000_000]
+BEYOND = [500, 20_000_000]
+"""Sizes that have no row of their own: what others are between."""
+_NEAR = math.log(5)
+"""How far sizes say something of each other: beyond a factor of 5, and its square, less and less."""
 SWEEPS, REPEATS, REPEATED = 20, 10, 1_000_000
 """Sweeps over all sizes, so that what else a machine does meets all alike, and how often a sweep repeats a size: as
 often as REPEATED bytes have room for it, at most REPEATS times."""
@@ -24,10 +32,11 @@ def time_gathers(device: torch.device) -> dict[int, float]:
     still busy when the host comes to it, as behind a scan, of the rank that comes last and waits for no other."""
     on_gpu = device.type == "cuda"
     ranks = dist.get_world_size()
+    sizes = sorted([*BYTES, *BEYOND])
     buffers = {size: (torch.zeros(size // 4, device=device), torch.empty(ranks * (size // 4), device=device))
-               for size in BYTES}  # fmt: skip
+               for size in sizes}  # fmt: skip
     once = _once_on_gpu if on_gpu else _once
-    times: dict[int, list[float]] = {size: [] for size in BYTES}
+    times: dict[int, list[float]] = {size: [] for size in sizes}
     for sweep in range(SWEEPS + 1):
         for size, (sent, received) in buffers.items():
             for _ in range(min(max(REPEATED // size, 1), REPEATS)):
@@ -60,22 +69,50 @@ def _once_on_gpu(sent: torch.Tensor, received: torch.Tensor) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def fit_link(times: dict[int, float], ranks: int) -> wd.Link:
-    """The latency and bandwidth that say each time best, in parts of itself."""
+def time_host(device: torch.device) -> float:
+    """Seconds that the host needs for an exchange over ranks, of the slowest rank, before it goes on."""
+    ranks = GroupRanks(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
+    x = torch.zeros(25_000, device=device)
+    times = []
+    for _ in range(60):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        ranks.gather(x)
+        times.append(time.perf_counter() - began)
+    found = torch.tensor(statistics.median(times[10:]), dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def fit_link(times: dict[int, float], ranks: int, near: float) -> wd.Link:
+    """The latency and bandwidth that say each time best, in parts of itself, for messages of about so many bytes."""
     # t = latency + s * (ranks - 1) bytes, each row divided by its t.
+    weights = {size: math.exp(-((math.log(size / max(near, 1)) / _NEAR) ** 2) / 4) for size in times}
+    of_sizes = torch.tensor([weights[size] for size in times], dtype=torch.float64).unsqueeze(1)
     rows = torch.tensor([[1 / t, (ranks - 1) * size / t] for size, t in times.items()], dtype=torch.float64)
-    latency, slope = (
-        torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
-    )
-    return wd.Link(max(latency, 0.0), 1 / slope)
+
+    def solved(columns: torch.Tensor) -> list[float]:
+        return torch.linalg.lstsq(of_sizes * columns, of_sizes).solution.flatten().tolist()
+
+    latency, slope = solved(rows)
+    if latency < 0:  # all time goes with bytes
+        latency, slope = 0.0, *solved(rows[:, 1:])
+    elif slope <= 0:  # or none
+        latency, slope = *solved(rows[:, :1]), 1e-15
+    return wd.Link(latency, 1 / slope)
 
 
 def put_link(results: Results, device: str, backend: str, ranks: int, times: dict[int, float]) -> list[dict[str, str]]:
-    link = fit_link(times, ranks)
-    print(f"{backend}, {ranks} ranks: Link(latency={link.latency:.3g}, bandwidth={link.bandwidth:.3g})")
+    for near in (1_000, 100_000, 10_000_000):
+        link = fit_link(times, ranks, near)
+        print(f"{backend}, {ranks} ranks, {near} bytes: Link(latency={link.latency:.3g}, "
+              f"bandwidth={link.bandwidth:.3g})")  # fmt: skip
     rows = []
-    for size, took in times.items():
-        others = fit_link({s: t for s, t in times.items() if s != size}, ranks)
+    for size in BYTES:
+        took = times[size]
+        others = fit_link({s: t for s, t in times.items() if s != size}, ranks, size)
         said = others.latency + (ranks - 1) * size / others.bandwidth
         case = case_name(op="all_gather", device=device, ranks=ranks, backend=backend, bytes=size)
         rows.append(results.put(case, "exchange", "ms", 1e3 * took, "predicted", 1e3 * said))

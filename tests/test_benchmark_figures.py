@@ -188,3 +188,24 @@ def test_what_ranks_gave_is_drawn_over_it(tmp_path):
     figures.page({"ranks": rows}, tmp_path)
     text = (tmp_path / "ranks_scaling.svg").read_text()
     assert text.count("measured") >= 3 and "524 288 steps" in text
+
+
+def test_slices_of_the_same_length_are_drawn_by_the_number_of_gpus(tmp_path):
+    from benchmarks.figures import ranks as figures
+
+    dense = "op=linear_scan device=cuda dtype=fp32 layout=dense H=20 B=16 T={} gpus={}"
+    stack = "model=mingru_stack device=cuda dtype=fp32 H=512 B=8 T={} layers=4 gpus={}"
+    rows = [
+        row(dense.format(500_000, 2), "forward", 10.0, 9.5, peer="slice"),
+        row(dense.format(1_000_000, 4), "forward", 10.0, 9.0, peer="slice"),
+        row(dense.format(1_000_000, 2), "forward", 20.0, 19.9, peer="slice"),  # another slice
+        row(dense.format(500_000, 2), "forward_backward", 30.0, 15.0, peer="slice"),
+        row(dense.format(500_000, 2), "forward", 10.0, 20.0, peer="one_rank"),
+        row(stack.format(32768, 2), "step", 5.0, 4.0, peer="slice"),
+    ]
+    found = figures.measured_weak(rows, rows[0]["gpu"])
+    assert found == {"linear_scan dense": {1: 1.0, 2: 0.95, 4: 0.9}, "mingru_stack": {1: 1.0, 2: 0.8}}
+    assert figures.measured_weak(rows, "another") == {}
+    figures.draw_weak(found, tmp_path / "weak.svg")
+    text = (tmp_path / "weak.svg").read_text()
+    assert "250000 steps on every GPU" in text and "16384 steps on every GPU" in text

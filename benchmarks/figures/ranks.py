@@ -10,6 +10,7 @@ import weft.distributed as wd
 
 from benchmarks.common import parse_case
 from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.together import WEAK
 
 RANKS = [2**k for k in range(11)]
 STEPS = 1 << 20
@@ -22,6 +23,9 @@ def page(results: Results, folder: Path) -> list[str]:
     if part := measured_part(rows):
         draw_scaling(part, measured(rows, part["gpu"]), folder / "ranks_scaling.svg")
         parts.append(image(folder / "ranks_scaling.svg"))
+        if weak := measured_weak(rows, part["gpu"]):
+            draw_weak(weak, folder / "ranks_weak_scaling.svg")
+            parts.append(image(folder / "ranks_weak_scaling.svg"))
     return [*parts, rst_tables(rows)] if rows else []
 
 
@@ -73,6 +77,39 @@ def same_sequence(found: list[Measured]) -> list[Measured]:
 def longest(found: list[Measured]) -> list[Measured]:
     """Of each number of GPUs its longest sequence."""
     return list({m.gpus: m for m in found}.values())
+
+
+def measured_weak(rows: Rows, gpu: str) -> dict[str, dict[int, float]]:
+    """Of slices of WEAK steps, by what ran and the number of GPUs: the time of a slice alone over that of all."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        what = " ".join(keys[key] for key in ("op", "model", "layout") if key in keys)
+        if row["gpu"] != gpu or row["peer"] != "slice" or row["metric"] not in ("forward", "step") or what not in WEAK:
+            continue
+        gpus = int(keys.get("gpus", 0))
+        if keys["dtype"] == "fp32" and int(keys["T"]) == gpus * WEAK[what]:
+            found.setdefault(what, {1: 1.0})[gpus] = float(row["ratio"])
+    return found
+
+
+def draw_weak(found: dict[str, dict[int, float]], path: Path) -> None:
+    names = {
+        "linear_scan diagonal": "diagonal scan, forward",
+        "linear_scan dense": "dense scan, H 20, forward",
+        "mingru_stack": "training step of minGRUs",
+    }
+    figure, axes = plt.subplots(figsize=(5.2, 3.4))
+    for (what, shares), marker in zip(sorted(found.items()), "os^", strict=False):
+        gpus = sorted(shares)
+        label = f"{names[what]}, {WEAK[what]} steps on every GPU"
+        axes.plot(gpus, [shares[n] for n in gpus], marker=marker, label=label)
+    axes.set(xlabel="GPUs of one host", ylabel="a slice alone over all ranks", ylim=(0, 1.05))
+    axes.set_xticks(sorted({n for shares in found.values() for n in shares}))
+    axes.legend(frameon=False, loc="lower left", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title("Weak scaling, measured")
+    save(figure, path)
 
 
 def predictions(part: Row, steps: int = STEPS) -> tuple[list[wd.Prediction], list[float]]:

@@ -15,13 +15,17 @@ import time
 import torch.distributed as dist
 
 from benchmarks.common import DTYPES, Entry, Results, run_entries, show
-from benchmarks.links import fit_link, put_link, time_gathers
+from benchmarks.links import put_link, time_gathers, time_host
 from benchmarks.together.common import Together
 from benchmarks.together.layers import layer_entry
 from benchmarks.together.offload import offload_entry
 from benchmarks.together.packages import package_entries
 from benchmarks.together.scans import scan_entry
 from benchmarks.together.training import example_entry, stack_entry
+
+PACKAGES = "flash-linear"
+WEAK = {"linear_scan diagonal": 1 << 17, "linear_scan dense": 250_000, "mingru_stack": 1 << 14}
+"""Steps of a slice by which weak scaling is drawn."""
 
 
 def entries(over: Together) -> list[Entry]:
@@ -53,14 +57,23 @@ def entries(over: Together) -> list[Entry]:
         scan_entry(over, "dense", "fp32", 20, 16, 30_000),
         example_entry(over, 1_000_000, 32),
         stack_entry(over, 512, 4, 8, 1 << 16),
+        *weak_entries(over),
         *(diagonal("fp32", T) for T in (1 << 18, 1 << 16) if T < longest),
         *(diagonal("bf16", T) for T in (fitting["bf16"][0], 1 << 16)),
-        *package_entries(over),
         offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
         *(diagonal("fp32", T) for T in fitting["fp32"] if T not in (longest, 1 << 18, 1 << 16)),
         *(layer_entry(over, cell, 20, 16, 240_000) for cell in ("RNN", "GRU", "LSTM")),
         scan_entry(over, "dense", "fp32", 20, 16, 240_000),
         example_entry(over, 1_000_000, 256),
+    ]
+
+
+def weak_entries(over: Together) -> list[Entry]:
+    """Slices of the same length on any number of GPUs."""
+    return [
+        scan_entry(over, "diagonal", "fp32", 1536, 8, WEAK["linear_scan diagonal"] * over.size),
+        scan_entry(over, "dense", "fp32", 20, 16, WEAK["linear_scan dense"] * over.size),
+        stack_entry(over, 512, 4, 8, WEAK["mingru_stack"] * over.size),
     ]
 
 
@@ -73,11 +86,13 @@ def run_together(results: Results, text: str, seconds: float, minutes: float) ->
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
         results.save = lambda: None
     try:
-        times = time_gathers(over.device)
-        over.link = fit_link(times, over.size)
-        show(put_link(results, over.device.type, over.backend, over.size, times))
+        over.gathers, over.exchange_host = time_gathers(over.device), time_host(over.device)
+        show(put_link(results, over.device.type, over.backend, over.size, over.gathers))
         results.save()
-        for entry in entries(over):
+        # Those of packages, whose kernels compile for long, alone where they are asked for.
+        packages = package_entries(over) if text == PACKAGES else []
+        by_name = {entry.name: entry for entry in packages or entries(over)}
+        for entry in by_name.values():
             if not entry.matches(text):
                 continue
             if over.largest(time.monotonic() > deadline):

@@ -18,6 +18,7 @@ from torch import Tensor
 from weft._distributed.group import GroupRanks
 
 from benchmarks.common import Results, case_name
+from benchmarks.links import fit_link
 
 Rows = list[dict[str, str]]
 Run = Callable[[], Any]
@@ -40,7 +41,8 @@ class Together:
             torch.set_num_threads(1)
         dist.init_process_group(self.backend, timeout=timedelta(seconds=100))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.link = wd.Link()
+        self.gathers: dict[int, float] = {}
+        self.exchange_host = 0.0
         memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else 1 << 30
         self.room = ROOM * memory
 
@@ -107,6 +109,25 @@ class Together:
         self.once(run, alone=True)
         rounds = self._rounds(self.once(run, alone=True))
         return statistics.median(self.once(run, alone=True) for _ in range(2 * rounds))
+
+    def link(self, near: float) -> wd.Link:
+        """As fitted to messages of about so many bytes."""
+        return fit_link(self.gathers, self.size, near)
+
+    def host(self, run: Run) -> float:
+        """Median milliseconds until the host has given the device all of it, of the slowest rank; 0 on a processor,
+        which is the host."""
+        if self.device.type == "cpu":
+            return 0.0
+        times = []
+        for _ in range(12):
+            dist.barrier()
+            self.wait()
+            began = time.perf_counter()
+            result = run()
+            times.append(1e3 * (time.perf_counter() - began))
+            del result
+        return self.largest(statistics.median(times[2:]))
 
     def _rounds(self, milliseconds: float) -> int:
         return min(max(int(500 * self.seconds / milliseconds), 3), 25)
@@ -191,18 +212,25 @@ def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -
 def compare(
     over: Together, results: Results, name: str, metric: str, times: dict[str, float], watched: Watched
 ) -> Rows:
-    """Rows of one metric. `times`: of "ranks", "one_rank", a rank's "slice" alone, its "part" beside a stand-in, and
-    what other peers took."""
+    """Rows of one metric. `times`: of "ranks", "one_rank", a rank's "slice" alone, its "part" beside a stand-in, the
+    "host" of that part, which exchanges nothing, and what other peers took."""
     rows = []
     sent = watched.sent
-    between = sum(wd.exchange(over.size, size, over.link).seconds for size in sent)
+    between = sum(wd.exchange(over.size, size, over.link(size)).seconds for size in sent)
     if sent:
+        link = over.link(sent[0])
         fixup = max(times["part"] - times["slice"], 0.0) / 1e3
-        first = wd.exchange(over.size, sent[0], over.link).seconds
-        said = wd.predict(times["one_rank"] / 1e3, over.size, sent[0], fixup=fixup + between - first, link=over.link)
+        first = wd.exchange(over.size, sent[0], link).seconds
+        host = times["host"] / 1e3 + len(sent) * over.exchange_host if times["host"] > 0 else 0.0
+        said = wd.predict(
+            times["one_rank"] / 1e3, over.size, sent[0], fixup=fixup + between - first, link=link, host=host
+        )
         times["predicted"] = 1e3 * said.seconds
+        told = {"part": times["part"], "its host": times["host"], "host of an exchange": 1e3 * over.exchange_host}
+        told = ", ".join(f"{what} {took:.4g} ms" for what, took in told.items())
+        print(f"{name} {metric}: {told}, {len(sent)} exchanges", flush=True)
     for peer, took in times.items():
-        if peer not in ("ranks", "part"):
+        if peer not in ("ranks", "part", "host"):
             rows.append(results.put(name, metric, "ms", times["ranks"], peer, took))
     if sent:
         what = f"{metric}_exchange"

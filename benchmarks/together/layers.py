@@ -61,7 +61,7 @@ def layer_entry(over: Together, cell: str, H: int, B: int, T: int) -> Entry:
             check_agreement(name, {"gradients": error}, 1e-3)
             for metric in ("backward", "forward"):
                 steps = {kind: runs[metric] for kind, runs in of_ranks.items()}
-                times = over.measure(steps) | {"one_rank": took[metric]}
+                times = over.measure(steps) | {"one_rank": took[metric], "host": over.host(steps["part"])}
                 rows += compare(over, results, name, metric, times, watch(over, steps["ranks"]))
         finally:
             group.close()

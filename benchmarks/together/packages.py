@@ -1,8 +1,18 @@
-"""Packages that have scans over ranks, too."""
+"""Packages that have scans over ranks, too.
+
+They run only where they are asked for, in a run of their own: ``torchrun ... -m benchmarks.ranks flash-linear``, with
+the rows of weft that theirs stand beside in its output.
+flash-linear-attention compiles every configuration of some twenty kernels on every rank, and those for sequences of
+many lengths, which its ranks have, and those of one again, which the one GPU has: some hundred seconds, before anything
+is timed. Here each kernel has one configuration, on both sides. A run that takes longer than LIMIT seconds all the same
+says where it is and ends.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +21,20 @@ from torch import Tensor
 
 from benchmarks.common import Entry, Results, check_agreement, parse_case, relative_error
 from benchmarks.together.common import BOUNDS, Rows, Together, step_of
+
+LIMIT = 90
+
+
+def _tune_nothing() -> None:
+    """Leaves every kernel of the package the configuration of the fewest stages, of 4 warps if there is one."""
+    from triton.runtime.autotuner import Autotuner
+
+    for name, module in [*sys.modules.items()]:
+        for kernel in vars(module).values() if name.startswith("fla.") else ():
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)  # of what decorates it
+            if kernel is not None:
+                kernel.configs = [min(kernel.configs, key=lambda c: (c.num_stages, c.num_warps != 4))]
 
 
 def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -> Entry:
@@ -21,6 +45,9 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
     def run(results: Results) -> Rows:
         from fla.ops.cp import build_cp_context
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        _tune_nothing()
 
         def inputs_of(rank: int) -> list[Tensor]:
             source = torch.Generator(over.device).manual_seed(rank)
@@ -37,31 +64,32 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
 
         context = build_cp_context(torch.tensor([0, T], device=over.device), dist.group.WORLD)
         mine = inputs_of(over.rank)
-        steps = {
-            gradients: step_of(lambda *t: attend(*t, cp_context=context), mine, gradients)
-            for gradients in (False, True)
-        }
         with torch.no_grad():
             ends = torch.empty(over.size, heads, width, device=over.device, dtype=torch.bfloat16)
             dist.all_gather_into_tensor(ends, attend(*mine, cp_context=context)[:, -1])
-        times = {gradients: over.measure({"ranks": step})["ranks"] for gradients, step in steps.items()}
 
-        def alone() -> tuple[float, dict[bool, float]]:
+        def whole() -> list[Tensor]:
             parts = zip(*(inputs_of(rank) for rank in range(over.size)), strict=True)
-            whole = [torch.cat([t.detach() for t in part], 1) for part in parts]
-            for t in whole[:3]:
-                t.requires_grad_()
-            with torch.no_grad():
-                last = attend(*whole)[0].unflatten(0, (over.size, -1))[:, -1]
-            took = {gradients: over.alone(step_of(attend, whole, gradients)) for gradients in steps}
-            return relative_error(ends, last), took
+            return [torch.cat([t.detach() for t in part], 1) for part in parts]
 
-        error, took = over.first(alone)
-        check_agreement(name, {"output": error}, BOUNDS["bf16"])
+        def error() -> float:
+            with torch.no_grad():
+                return relative_error(ends, attend(*whole())[0].unflatten(0, (over.size, -1))[:, -1])
+
+        def alone(gradients: bool) -> float:
+            inputs = whole()
+            for t in inputs[:3]:
+                t.requires_grad_()
+            return over.alone(step_of(attend, inputs, gradients))
+
+        check_agreement(name, {"output": over.first(error)}, BOUNDS["bf16"])
         rows: Rows = []
         for gradients, metric in ((False, "forward"), (True, "forward_backward")):
-            theirs = over.size * times[gradients] / took[gradients]
-            print(f"{name} {metric}: {times[gradients]:.4g} ms over ranks, {took[gradients]:.4g} ms on one", flush=True)
+            step = step_of(lambda *t: attend(*t, cp_context=context), mine, gradients)
+            ranks = over.measure({"ranks": step})["ranks"]
+            one = over.first(lambda g=gradients: alone(g))
+            theirs = over.size * ranks / one
+            print(f"{name} {metric}: {ranks:.4g} ms over ranks, {one:.4g} ms on one", flush=True)
             for row in [*results.rows.values()]:
                 keys = parse_case(row["case"])
                 keys.pop("pieces_on_one", None)
@@ -69,12 +97,15 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
                     ours = over.size * float(row["weft"]) / float(row["peer_value"])
                     peer = "flash-linear-attention"
                     rows.append(results.put(beside, f"{metric}_of_all_over_one", "relative", ours, peer, theirs))
+            results.save()
+        faulthandler.cancel_dump_traceback_later()
         return rows
 
     return Entry(name, ("of_all_over_one",), run)
 
 
 def package_entries(over: Together) -> list[Entry]:
+    """None where no package is there."""
     if importlib.util.find_spec("fla") is None:
         if over.rank == 0:
             print("flash-linear-attention is not here: not run", flush=True)

@@ -111,7 +111,8 @@ def scan_entry(over: Together, layout: str, dtype: str, H: int, B: int, T: int) 
             }
             if exchanges_channels(gradients):
                 candidates["all_to_all"] = step_of(scan_by_all_to_all, inputs, gradients)
-            return over.measure(candidates), watch(over, candidates["ranks"])
+            times = over.measure(candidates) | {"host": over.host(candidates["part"])}
+            return times, watch(over, candidates["ranks"])
         finally:
             group.close()
 

@@ -79,7 +79,7 @@ def stack_entry(over: Together, width: int, layers: int, B: int, T: int) -> Entr
             return over.alone(step), error
 
         try:
-            times = over.measure(steps)
+            times = over.measure(steps) | {"host": over.host(steps["part"])}
             watched = watch(over, steps["ranks"])
             del steps
             took, error = over.first(whole)

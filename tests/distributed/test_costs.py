@@ -64,6 +64,15 @@ def test_a_prediction_is_the_sum_of_its_parts() -> None:
     assert p.efficiency == pytest.approx(80 / (4 * 23))
 
 
+def test_a_slice_waits_for_its_host() -> None:
+    link = wd.Link(latency=1.0, bandwidth=100.0)
+    alone = wd.predict(80.0, 4, 50, fixup=0.5, link=link)
+    assert wd.predict(80.0, 4, 50, fixup=0.5, link=link, host=22.0) == alone
+    slow = wd.predict(80.0, 4, 50, fixup=0.5, link=link, host=40.0)
+    assert (slow.local, slow.seconds, slow.efficiency) == (alone.local, 40.0, 0.5)
+    assert wd.predict(3.0, 1, 0, host=7.0).seconds == 3.0, "one rank is what was measured"
+
+
 def test_one_rank_is_what_was_measured() -> None:
     assert wd.predict(3.0, 1, 10**9, fixup=7.0) == wd.Prediction(3.0, 0.0, 0.0, 3.0, 1.0)
 
@@ -82,7 +91,7 @@ def test_bad_numbers_are_refused() -> None:
         with pytest.raises(ValueError, match=r"^exchange: "):
             wd.exchange(ranks, size)
     good = {"seconds": 1.0, "ranks": 2, "bytes": 8}
-    for bad in ({"seconds": 0.0}, {"seconds": -1.0}, {"ranks": 0}, {"bytes": -8}, {"fixup": -1e-9}):
+    for bad in ({"seconds": 0.0}, {"seconds": -1.0}, {"ranks": 0}, {"bytes": -8}, {"fixup": -1e-9}, {"host": -1e-9}):
         with pytest.raises(ValueError, match=f"^predict: {next(iter(bad))} must be"):
             wd.predict(**{**good, **bad})
 

@@ -51,7 +51,7 @@ class Prediction:
     fixup: float
     """What a rank does once it knows the state that comes in."""
     seconds: float
-    """The sum of these."""
+    """The sum of these, or what the host takes where that is more."""
     efficiency: float
     """The seconds of one rank over those of all ranks together."""
 
@@ -126,6 +126,7 @@ def predict(
     *,
     fixup: float = 0.0,
     link: Link = Link(),
+    host: float = 0.0,
 ) -> Prediction:
     """What a scan takes that is cut into equal slices for `ranks` ranks.
 
@@ -135,9 +136,11 @@ def predict(
         bytes: that each rank sends, as of :func:`exchange`.
         fixup: seconds that a rank needs once it knows the state that comes in; one rank needs none. Default: 0.
         link: between ranks.
+        host: seconds until the host of one of several ranks has given its device all of the work, the exchange with it:
+            short slices wait for it. Default: 0.
 
     Raises:
-        ValueError: ranks < 1, bytes < 0, seconds <= 0 or fixup < 0.
+        ValueError: ranks < 1, bytes < 0, seconds <= 0, fixup < 0 or host < 0.
 
     Example:
         >>> weft.distributed.predict(41e-3, 8, 98304, fixup=5e-5).efficiency > 0.95
@@ -150,7 +153,9 @@ def predict(
         raise ValueError(f"predict: bytes must be at least 0, got {bytes}")
     if not fixup >= 0:
         raise ValueError(f"predict: fixup must be at least 0 seconds, got {fixup}")
+    if not host >= 0:
+        raise ValueError(f"predict: host must be at least 0 seconds, got {host}")
     local, between = seconds / ranks, exchange(ranks, bytes, link).seconds
     after = fixup if ranks > 1 else 0.0
-    total = local + between + after
+    total = max(local + between + after, host if ranks > 1 else 0.0)
     return Prediction(local, between, after, total, seconds / (ranks * total))
