@@ -12,6 +12,11 @@ inline double __shfl_xor_sync(unsigned, double x, int lanes) {
 
 using namespace weft::scan;
 
+// What mend_walk.cpp has is none of these.
+bool weft::scan::mend_by_walk(const SliceMend&, const SliceStates&, const SliceGradients&, cudaStream_t) {
+  return false;
+}
+
 // which: 0 the message, of A and values into the third pointer, flag 1, or 3 in pieces of time; 1 mending, of A, the
 // state, `came`, x, the x before each step, the first of them and grad_A, flag 1 with gradients, 2 by blocks of many
 // warps. sizes: T, B, H and A's strides, which all tensors of steps have. 2 states between dense slices: messages,

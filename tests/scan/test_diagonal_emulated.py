@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from weft._distributed.totals import unpack
 from weft.scan import linear_scan_reference
 
 from tests import emulated
@@ -231,6 +232,43 @@ def test_the_tiles_on_a_processor(dtype: torch.dtype, tmp_path) -> None:
 @pytest.mark.parametrize("dtype", [*REAL, *COMPLEX], ids=str)
 def test_the_walk_on_a_processor(dtype: torch.dtype, many: bool, tmp_path) -> None:
     assert passes(by_walk(build("diagonal_walk", dtype, tmp_path, MANY=many)), dtype, WALKED)
+
+
+def told(library: ctypes.CDLL, case: Case, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    A, b, x0 = inputs(case, dtype)
+    if not case.x0:
+        A[0] = torch.rand_like(A[0])  # which counts in the product alone
+    out = torch.full_like(b, torch.nan)
+    scan = LinearScan(A=A.data_ptr(), A_t=A.stride(0), A_b=A.stride(1), A_row=1, b=b.data_ptr(), b_t=b.stride(0),
+                      b_b=b.stride(1), x0=None if x0 is None else x0.data_ptr(), x0_b=case.H, out=out.data_ptr(),
+                      out_t=out.stride(0), out_b=out.stride(1), T=case.T, B=case.B, H=case.H,
+                      dtype=TYPES[dtype])  # fmt: skip
+    want = linear_scan_reference(wide(A), wide(b), None if x0 is None else wide(x0))
+    expected = torch.ops.weft.slice_message(A, out[-1] * 0, True)
+    message = torch.full_like(expected, -1)
+    library.run_told(ctypes.byref(DiagonalGradients(scan=scan)), ctypes.c_void_p(message.data_ptr()), seed)
+    assert close(out, want, 4 * BOUNDS[dtype])
+    channels = case.B * case.H
+    found, wanted = (unpack(t[:channels], dtype) for t in (message, expected))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert ((found - wanted).abs() <= 1e-6 * wanted.abs())[~wanted.isnan()].all()
+    assert torch.equal(message[channels:-1].view(dtype).view_as(out[-1]).nan_to_num(), out[-1].nan_to_num())
+    assert message[-1] == 1
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_a_walk_tells_on_a_processor(dtype: torch.dtype, many: bool, tmp_path) -> None:
+    library = build("diagonal_walk", dtype, tmp_path, MANY=many)
+
+    def everything() -> None:
+        signal.setitimer(signal.ITIMER_PROF, 60)
+        for number, case in enumerate(WALKED):
+            if not case.constant:
+                told(library, case, dtype, number)
+
+    assert emulated.ends_well(everything)
 
 
 FLAWS = {

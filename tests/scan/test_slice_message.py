@@ -253,10 +253,11 @@ def test_bad_input(call: Callable[[Tensor, Tensor], Any], error: type[Exception]
 
 
 class _Library:
-    """The kernels of csrc/scan/slices/cuda on a processor."""
+    """Kernels of csrc/scan/slices/cuda on a processor."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run = emulated.build("slice_kernels", folder).run
+    def __init__(self, name: str, folder: Path) -> None:
+        self.run = emulated.build(name, folder).run
+        self.H = 40 if name == "mend_walk" else 37  # a walk is of rows in pieces
 
     def __call__(self, which: int, wide: bool, flag: int, sizes: list[int], pointers: list[Tensor | None]) -> None:
         at = [None if t is None else t.data_ptr() for t in pointers]
@@ -267,7 +268,12 @@ class _Library:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> _Library:
-    return _Library(tmp_path_factory.mktemp("slices"))
+    return _Library("slice_kernels", tmp_path_factory.mktemp("slices"))
+
+
+@pytest.fixture(scope="module", params=["slice_kernels", "mend_walk"])
+def mending(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> _Library:
+    return _Library(request.param, tmp_path_factory.mktemp("mending"))
 
 
 @dtypes
@@ -293,8 +299,8 @@ class TestEmulated:
                 assert ((a - b).abs() <= 1e-6 * b.abs()).all()
 
     @kinds("tame", "remembers")
-    def test_finish(self, library: _Library, kind: str, dtype: torch.dtype) -> None:
-        wide, (B, H), ranks = dtype == torch.float64, (2, 37), 4
+    def test_finish(self, mending: _Library, kind: str, dtype: torch.dtype) -> None:
+        wide, (B, H), ranks = dtype == torch.float64, (2, mending.H), 4
         row = torch.zeros(B, H, dtype=dtype)
         for T, order, comes in ((1, 1, True), (300, 3, True), (300, 2, False)):
             A, b, _ = self.problem(kind, T, B, H, dtype)
@@ -305,7 +311,7 @@ class TestEmulated:
             entered, end, products = (torch.full_like(t, torch.nan) for t in expected)
             came = torch.full((1,), 7, dtype=torch.int32)
             sizes = [T, B, H, B * H, H, ranks, order]
-            library(4, wide, 0, sizes, [messages, entered, end, products, came, A, found])
+            mending(4, wide, 0, sizes, [messages, entered, end, products, came, A, found])
             assert came == comes and torch.equal(found, x) == (not comes)
             for got, value in zip((entered, end, products, found), (*expected, want), strict=True):
                 assert_close(got, value.double(), 2 * BOUNDS[dtype])
@@ -320,26 +326,29 @@ class TestEmulated:
                 left = torch.full_like(row, torch.nan)
                 following = torch.cat((x[1:], row.unsqueeze(0)))
                 pointers = [gathered, products, left, A, got_b, following, row, got_A]
-                library(5, wide, shares, [*sizes[:-1], 1], pointers)
+                mending(5, wide, shares, [*sizes[:-1], 1], pointers)
                 for got, value in ((left, want_left), (got_b, want_b), (got_A, want_A)):
                     assert_close(got, value.double(), 4 * BOUNDS[dtype])
 
     @kinds(*EVERY)
-    def test_mend(self, library: _Library, kind: str, dtype: torch.dtype) -> None:
+    def test_mend(self, mending: _Library, kind: str, dtype: torch.dtype) -> None:
+        H = mending.H
         for T, few in ((1, False), (200, False), (200, True), (700, True)):
-            A, b, x0 = self.problem(kind, T, 2, 37, dtype)
+            A, b, x0 = self.problem(kind, T, 2, H, dtype)
             b = b if kind != "down" else b * 0
             x = linear_scan(A, b)
             want, found = x.clone(), x.clone()
             ops.slice_mend_(want, A, x0, None, False)
-            library(1, dtype == torch.float64, 2 * few, [T, 2, 37, 74, 37], [A, x0, None, found, None, None, None])
+            given = [T, 2, H, 2 * H, H], [A, x0, None, found, None, None, None]
+            mending(1, dtype == torch.float64, 2 * few, *given)
             assert_close(found, want.double(), 2 * BOUNDS[dtype])
 
-    def test_a_bad_channel_stays_alone(self, library: _Library, dtype: torch.dtype) -> None:
+    def test_a_bad_channel_stays_alone(self, mending: _Library, dtype: torch.dtype) -> None:
         """Bit by bit in its neighbours, also in those of its block; its own steps before it are right."""
+        H = 8 if mending.H % 8 == 0 else 5
         for T, few in ((150, True), (400, False), (700, True)):
             for bad in ("A", "x", "state"):
-                A, b, x0 = self.problem("tame", T, 2, 5, dtype)
+                A, b, x0 = self.problem("tame", T, 2, H, dtype)
                 x = linear_scan(A, b)
                 results = []
                 for spoilt in (False, True):
@@ -350,7 +359,7 @@ class TestEmulated:
                             torch.nan
                         )
                     pointers = [given["A"], given["state"], None, given["x"], None, None, None]
-                    library(1, dtype == torch.float64, 2 * few, [T, 2, 5, 10, 5], pointers)
+                    mending(1, dtype == torch.float64, 2 * few, [T, 2, H, 2 * H, H], pointers)
                     results.append(given["x"])
                 clean, found = results
                 assert_close(found[:begin, 1, 2], clean[:begin, 1, 2].double(), 2 * BOUNDS[dtype])
@@ -360,17 +369,17 @@ class TestEmulated:
                 assert torch.equal(found, clean)
 
     @kinds("tame", "remembers")
-    def test_mend_gradients(self, library: _Library, kind: str, dtype: torch.dtype) -> None:
+    def test_mend_gradients(self, mending: _Library, kind: str, dtype: torch.dtype) -> None:
         for T in (1, 129, 400):
-            A, b, x0 = self.problem(kind, T, 2, 37, dtype)
+            A, b, x0 = self.problem(kind, T, 2, mending.H, dtype)
             x = linear_scan(A, b, x0)
-            grad, left = torch.randn(T, 2, 37).to(dtype), torch.randn(2, 37).to(dtype)
+            grad, left = torch.randn(T, 2, mending.H).to(dtype), torch.randn(2, mending.H).to(dtype)
             grad_A, grad_b, _ = ops.linear_scan_backward(grad, A, x, x0, True, False, [True, True, True])
             want_A, want_b = grad_A.clone(), grad_b.clone()
             # Of a reversed scan, whose gradients run forward; the x before step t in it is x[t + 1].
             ops.slice_mend_gradients_(want_b, want_A, A, x, x0, left, True)
             following = torch.cat((x[1:], x0.unsqueeze(0)))
             pointers = [A, left, None, grad_b, following, x0, grad_A]
-            library(1, dtype == torch.float64, 1, [T, 2, 37, 74, 37], pointers)
+            mending(1, dtype == torch.float64, 1, [T, 2, mending.H, 2 * mending.H, mending.H], pointers)
             assert_close(grad_b, want_b.double(), 2 * BOUNDS[dtype])
             assert_close(grad_A, want_A.double(), 4 * BOUNDS[dtype])

@@ -8,7 +8,7 @@
 
 #include "common/check.h"
 #include "common/op_handle.h"
-#include "scan/linear/linear_scan.h"
+#include "scan/slices/slice_args.h"
 
 namespace weft::scan {
 namespace {
@@ -24,9 +24,19 @@ void check_slice(const char* op, const at::Tensor& A, const char* name, const at
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> slice_begin(const at::Tensor& A, const at::Tensor& b,
+std::tuple<at::Tensor, at::Tensor> slice_begin(ScanTold scan, const at::Tensor& A, const at::Tensor& b,
                                                const std::optional<at::Tensor>& x0, bool first, bool reverse) {
   check_slice("slice_begin", A, "b", b);
+  const bool wide = b.scalar_type() == at::kDouble;
+  const bool is_row =
+      !x0 || (x0->sizes() == b.sizes().slice(1) && x0->scalar_type() == b.scalar_type() && x0->device() == b.device());
+  if (scan != nullptr && is_row && b.numel() > 0 && (wide || b.scalar_type() == at::kFloat)) {
+    const int64_t channels = b.size(1) * b.size(2);
+    const at::Tensor x = at::empty(b.sizes(), b.options());
+    const at::Tensor message =
+        at::empty({slice_message_numbers(channels, channels)}, b.options().dtype(wide ? at::kLong : at::kInt));
+    if (scan({A, b, x0.value_or(at::Tensor()), true, reverse, false}, x, message)) return {x, message};
+  }
   const at::Tensor x = linear_scan_op(A, b, x0, reverse, false, false);
   return {x, slice_message_op(first ? A.narrow(0, 0, 0) : A, x.select(0, reverse ? 0 : x.size(0) - 1), true)};
 }
@@ -52,7 +62,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slice_begin_gradients(const at::T
 }
 
 TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
-  m.impl("slice_begin", slice_begin);
+  m.impl("slice_begin", [](const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool first,
+                           bool reverse) { return slice_begin(nullptr, A, b, x0, first, reverse); });
   m.impl("slice_begin_gradients", slice_begin_gradients);
 }
 

@@ -22,9 +22,14 @@
 #include <optional>
 #include <tuple>
 
+#include "scan/linear/linear_scan.h"
+
 namespace weft::scan {
 
-std::tuple<at::Tensor, at::Tensor> slice_begin(const at::Tensor& A, const at::Tensor& b,
+// Scans into `out` and writes the message, or does neither and returns false.
+using ScanTold = bool (*)(const Problem& problem, const at::Tensor& out, const at::Tensor& message);
+
+std::tuple<at::Tensor, at::Tensor> slice_begin(ScanTold scan, const at::Tensor& A, const at::Tensor& b,
                                                const std::optional<at::Tensor>& x0, bool first, bool reverse);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> slice_begin_gradients(const at::Tensor& grad,
                                                                      const std::optional<at::Tensor>& grad_entered,

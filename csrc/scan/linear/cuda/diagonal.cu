@@ -1,6 +1,7 @@
 // The diagonal scan and its gradients of real numbers; diagonal_complex.cu has those of complex ones.
 #include "scan/linear/cuda/diagonal_complex.h"
 #include "scan/linear/cuda/diagonal_launch.cuh"
+#include "scan/linear/cuda/diagonal_told.h"
 
 namespace weft::scan {
 namespace {
@@ -13,6 +14,14 @@ void run_any(const DiagonalGradients& g, const Workspace& workspace, cudaStream_
 }
 
 }  // namespace
+
+bool linear_scan_diagonal_told(const LinearScan& scan, void* message, cudaStream_t stream) {
+  DiagonalGradients forward{};
+  forward.scan = scan;
+  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return false;
+  if (scan.dtype == DType::f64) return run_told<double>(forward, message, stream);
+  return scan.dtype == DType::f32 && run_told<float>(forward, message, stream);
+}
 
 void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   DiagonalGradients forward{};

@@ -38,6 +38,13 @@ __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ Diagon
   extern __shared__ __align__(128) unsigned char memory[];
   run_walk<T, kGradients, kMany>(g, slabs_per_row, memory);
 }
+// A slice's scan, and what its rank tells.
+template <typename T, bool kMany>
+__global__ void __launch_bounds__(32)
+    told_walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row, void* message) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  run_walk<T, false, kMany, true>(g, slabs_per_row, memory, message);
+}
 
 template <typename T, bool kGradients>
 __global__ void __launch_bounds__(kTileThreads, 1) tiles_kernel(const __grid_constant__ Tiles tiles) {
@@ -141,19 +148,40 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   }
 }
 
+// Whether each channel has a lane that walks, of rows that are merged and lie in pieces.
+template <typename T>
+bool is_walked(const LinearScan& s) {
+  const DiagonalCosts& costs = costs_here<DiagonalCosts>();
+  return s.B * s.H * int64_t(sizeof(T)) >= costs.walk_bytes * device_limits().sm_count || s.T <= costs.walk_steps;
+}
+bool has_many_warps(const LinearScan& s) {
+  return s.B * ceil_div(s.H, int64_t(32)) > costs_here<DiagonalCosts>().many_warps * device_limits().sm_count;
+}
+
+// linear_scan_diagonal_told, of an element type.
+template <typename T>
+bool run_told(DiagonalGradients g, void* message, cudaStream_t stream) {
+  merge_rows(g);
+  if (!in_pieces(g, sizeof(T)) || !is_walked<T>(g.scan)) return false;
+  const auto walk_of = [&]<bool kMany>() {
+    using S = WalkShape<T, false, kMany>;
+    const int64_t slabs_per_row = ceil_div(g.scan.H, int64_t(S::kWidth));
+    launch("linear_scan_diagonal_told_walk", told_walk_kernel<T, kMany>, Grid(slabs_per_row * g.scan.B), dim3(32),
+           S::kSharedBytes, stream, g, slabs_per_row, message);
+  };
+  has_many_warps(g.scan) ? walk_of.template operator()<true>() : walk_of.template operator()<false>();
+  return true;
+}
+
 template <typename T, bool kGradients>
 void run(DiagonalGradients g, const Workspace& workspace, cudaStream_t stream) {
   merge_rows(g);
-  const LinearScan& s = g.scan;
   const bool pieces = in_pieces(g, sizeof(T));
-  const int64_t sms = device_limits().sm_count, warps = s.B * ceil_div(s.H, int64_t(32));
-  const DiagonalCosts& costs = costs_here<DiagonalCosts>();
-  const bool wide = s.B * s.H * int64_t(sizeof(T)) >= costs.walk_bytes * sms;
   // Pairs of doubles are pieces as they are; what says in a total more than they do themselves would take too long.
   if constexpr (sizeof(T) < 16) {
-    if (!pieces || !(wide || s.T <= costs.walk_steps)) return tile<T, kGradients>(g, pieces, workspace, stream);
+    if (!pieces || !is_walked<T>(g.scan)) return tile<T, kGradients>(g, pieces, workspace, stream);
   }
-  if (warps > costs.many_warps * sms) {
+  if (has_many_warps(g.scan)) {
     walk<T, kGradients, true>(g, stream);
   } else {
     walk<T, kGradients, false>(g, stream);

@@ -9,7 +9,7 @@
 // Shared memory: a ring of kStages stages of kSteps rows of every input, filled by cp.async in pieces of 16 bytes. By
 //   Little's law 36 KB on their way per SM carry the bandwidth at 1 us; much more only spoils the order in which the
 //   memory's pages are visited.
-// Registers: the state, and the rows of a stage that the lane owns.
+// Registers: the state, and the rows of a stage that the lane owns; of a slice the product of A, too.
 // Cost, on an H200: 115 ns per stage, for a wait and the copies, and per step 11 ns forward, 17 with gradients, of
 //   which the dependent FMA is the least part. So few warps take long stages, and need 13 and 24 ns per step. `kMany`
 //   of them are bound by the memory, and long stages would only let them drift apart.
@@ -19,6 +19,7 @@
 #include "common/cuda/ptx.jit.cuh"
 #include "scan/linear/cuda/state.cuh"
 #include "scan/linear/linear_scan_args.h"
+#include "scan/slices/slice_told.h"
 
 namespace weft::scan {
 
@@ -78,9 +79,12 @@ class WalkInput {
 };
 
 // Forward: `g.scan` alone, which starts from its x0 or from zero; the gradients' scan has none, and `g.x0` is what
-// their last step multiplies lambda by. All addresses, strides and H are multiples of 16 bytes.
-template <typename T, bool kGradients, bool kMany>
-__device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsigned char* ring) {
+// their last step multiplies lambda by. All addresses, strides and H are multiples of 16 bytes. With kTold, of the scan
+// in float or double, `message` (slice_args.h) is what the slice's rank tells, in which A of the first step counts,
+// also without x0.
+template <typename T, bool kGradients, bool kMany, bool kTold = false>
+__device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsigned char* ring,
+                         void* message = nullptr) {
   using S = WalkShape<T, kGradients, kMany>;
   using State = state_t<T>;
   constexpr int kChannels = S::kChannels, kSteps = S::kSteps, kStages = S::kStages, kSize = int(sizeof(T));
@@ -98,7 +102,7 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
   WalkInput<S> b(slab(s.b, row * s.b_b), s.b_t * kSize, left, lane);
   WalkInput<S> before(kGradients && g.x != nullptr ? slab(g.x, row * g.x_b) : nullptr, g.x_t * kSize, left, lane);
   const int64_t stages = (s.T + kSteps - 1) / kSteps;
-  const int no_A = s.x0 == nullptr ? 1 : 0;
+  const int no_A = s.x0 == nullptr && !kTold ? 1 : 0;
   auto fill = [&](int64_t stage, int place) {
     if (stage < stages) {
       unsigned char* const to = ring + place * S::kStageBytes;
@@ -126,6 +130,7 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
   T* grad_A = static_cast<T*>(g.grad_A) + row * g.grad_A_b + h;
   const bool writes = owned && s.out != nullptr;
   const bool writes_A = kGradients && owned && g.grad_A != nullptr && !g.summed;
+  [[maybe_unused]] Scaled product;
   int place = 0;
   for (int64_t stage = 0; stage < stages; ++stage) {
     copy_wait<kStages - 2>();
@@ -164,18 +169,39 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
         a[i] = read(0, i), value[i] = read(1, i);
         if constexpr (kGradients) previous[i] = read(2, i);
       }
+      if constexpr (kTold) {
+        static_assert(!kGradients && kChannels == 1 && kSteps % kFactors == 0 && kFactors == 4);
+#pragma unroll
+        for (int i = 0; i < kSteps; i += kFactors) {
+          multiply_four(product, a[i].of[0], a[i + 1].of[0], a[i + 2].of[0], a[i + 3].of[0]);
+        }
+        if (stage == 0 && s.x0 == nullptr) a[0] = Lane{};
+      }
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) step(a[i], value[i], previous[i], true);
     } else {
       const int last = int(steps) - 1;
-      for (int i = 0; i < last; ++i) step(read(0, i), read(1, i), kGradients ? read(2, i) : Lane{}, true);
+      auto factor_of = [&](int i) {
+        Lane a = read(0, i);
+        if constexpr (kTold) {
+          product.multiply(a.of[0]);
+          if (i % kFactors == kFactors - 1) product.rescale_if_far();
+          if (stage == 0 && i == 0 && s.x0 == nullptr) a = Lane{};
+        }
+        return a;
+      };
+      for (int i = 0; i < last; ++i) step(factor_of(i), read(1, i), kGradients ? read(2, i) : Lane{}, true);
       // Without x0 the gradient is zero, also where lambda is not finite.
       const bool exists = kGradients && owned && g.x0 != nullptr;
-      step(read(0, last), read(1, last), exists ? own(g.x0, row * g.x0_b) : Lane{}, exists);
+      step(factor_of(last), read(1, last), exists ? own(g.x0, row * g.x0_b) : Lane{}, exists);
     }
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) sum[c] += part[c];
     place = place + 1 == kStages ? 0 : place + 1;
+  }
+  if constexpr (kTold) {
+    using Number = typename Packed<State>::Number;
+    if (owned) tell<State>(product, x[0], true, row * s.H + h, s.B * s.H, static_cast<Number*>(message));
   }
   if constexpr (kGradients) {
     if (!owned) return;

@@ -157,18 +157,19 @@ void mend_slice(const SliceMend& m) {
     const T* const first = m.first ? static_cast<const T*>(m.first) + row * m.H + h : nullptr;
     for (int64_t t = 0; t < m.T; ++t, A += m.A_t, x += m.x_t, before += m.before_t, grad_A += m.grad_A_t) {
       bool matters = false, shows[kSliceLine];
+      T mended[kSliceLine];
       for (int64_t i = 0; i < count; ++i) {
         if (!gradients && v[i] != 0) v[i] *= double(T(A[i]));
-        const T there = T(x[i]), mended = T(double(there) + v[i]);
+        const T there = T(x[i]);
+        mended[i] = T(double(there) + v[i]);
         // A channel ends by itself, whatever its neighbours do: no row of the batch shows in another.
-        shows[i] = !(mended == there || there != there);
+        shows[i] = !(mended[i] == there || there != there);
         matters |= shows[i];
-        x[i] = S(mended);
+        x[i] = S(mended[i]);
       }
       if (m.grad_A != nullptr && (t < m.T - 1 || first != nullptr)) {
         for (int64_t i = 0; i < count; ++i) {
-          const double of = t < m.T - 1 ? double(T(before[i])) : double(first[i]);
-          grad_A[i] = S(T(double(T(grad_A[i])) + v[i] * of));
+          if (shows[i]) grad_A[i] = S(mended[i] * (t < m.T - 1 ? T(before[i]) : first[i]));
         }
       }
       if (gradients && t < m.T - 1) {

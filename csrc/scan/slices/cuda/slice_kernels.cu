@@ -1,7 +1,7 @@
 // Slices of a diagonal scan on CUDA.
 //
-// Floor: the product reads A, the mending A and x, and writes x; with gradients it reads x before and grad_A, too, and
-// writes that. All as far only as the product of A still shows in a float: where A forgets, a few hundred steps of a
+// Floor: the product reads A, the mending A and x, and writes x; with gradients it reads the x before, too, and writes
+// grad_A. All as far only as the product of A still shows in a float: where A forgets, a few hundred steps of a
 // slice, which cost a few microseconds; where it does not, all bytes of the slice once more.
 //
 // Decomposition: a block has 32 adjacent channels of a batch row, its warps consecutive pieces of kSteps steps, whose
@@ -19,7 +19,9 @@
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
+#include "scan/slices/cuda/mend_walk.h"
 #include "scan/slices/cuda/slice_kernels.h"
+#include "scan/slices/slice_told.h"
 
 namespace weft::scan {
 namespace {
@@ -30,16 +32,6 @@ template <typename T, int kWarps = kFewWarps>
 constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
 // Of a warp between two looks whether the product is zero.
 constexpr int kProductSteps = 32;
-
-// Message: products of the parts, values, and the flag.
-template <typename T>
-__device__ void tell(const Scaled& product, int64_t channel, int64_t channels, const T* value, bool leaves,
-                     typename Packed<T>::Number* to) {
-  to[channel] = pack_product<T>(product);
-  const T v = value[channel];
-  memcpy(to + channels + channel, &v, sizeof(T));
-  if (channel == 0) to[2 * channels] = leaves;
-}
 
 // Into `parts`, or where the piece of time is the only one into the message.
 template <typename S, typename T = acc_t<S>>
@@ -81,7 +73,8 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
   __syncthreads();
   if (warp != 0 || !owned) return;
   for (int w = 1; w < kFewWarps; ++w) product.multiply(Scaled{mantissas[w][lane], exponents[w][lane]});
-  if (gridDim.y == 1) return tell<T>(product, row * p.H + h, p.B * p.H, value, leaves, message);
+  const int64_t channel = row * p.H + h;
+  if (gridDim.y == 1) return tell<T>(product, value[channel], leaves, channel, p.B * p.H, message);
   parts[(blockIdx.y * p.B + row) * p.H + h] = product;
 }
 
@@ -94,7 +87,7 @@ __global__ void __launch_bounds__(128) message_kernel(const Scaled* parts, int64
   Scaled product;
 #pragma unroll 4
   for (int64_t i = 0; i < count; ++i) product.multiply(parts[i * channels + channel]);
-  tell<T>(product, channel, channels, value, leaves, to);
+  tell<T>(product, value[channel], leaves, channel, channels, to);
 }
 
 template <typename T>
@@ -201,10 +194,6 @@ __device__ inline bool is_trusted(T product, bool zero) {
   return (size > 1 / far && size < far) || (zero && product == 0);
 }
 
-// What tells a block, if anything does, what comes into its channels.
-template <bool kGradients>
-using Between = std::conditional_t<kGradients, SliceGradients, SliceStates>;
-
 template <typename S, bool kGradients, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps)
     mend_kernel(const __grid_constant__ SliceMend m, const __grid_constant__ Between<kGradients> between) {
@@ -250,16 +239,15 @@ __global__ void __launch_bounds__(kLanes* kWarps)
   int turn = 0;
   for (int64_t tile = 0; tile < m.T; tile += kTile, turn ^= 1) {
     const int64_t begin = tile + warp * kPiece;
-    T a[kPiece], value[kPiece], other[kPiece], gradient[kPiece];
+    T a[kPiece], value[kPiece], other[kPiece];
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const int64_t t = begin + i;
       a[i] = t < factors ? T(to_acc(A[t * m.A_t])) : T(1);
       value[i] = t < m.T ? T(to_acc(x[t * m.x_t])) : T(0);
       if constexpr (kGradients) {
-        other[i] = T(0), gradient[i] = T(0);
+        other[i] = T(0);
         if (of_A && t < m.T) {
-          gradient[i] = to_acc(grad_A[t * m.grad_A_t]);
           if (t < m.T - 1) {
             other[i] = to_acc(before[t * m.before_t]);
           } else if (m.first != nullptr) {
@@ -314,7 +302,7 @@ __global__ void __launch_bounds__(kLanes* kWarps)
         x[t * m.x_t] = from_acc<S>(mended);
         // Without a state before the first step its A has no gradient, also where lambda is not finite.
         if (of_A && (t < m.T - 1 || m.first != nullptr)) {
-          grad_A[t * m.grad_A_t] = from_acc<S>(gradient[i] + added * other[i]);
+          grad_A[t * m.grad_A_t] = from_acc<S>(mended * other[i]);
         }
       }
       if constexpr (kGradients) added *= a[i];
@@ -390,6 +378,7 @@ namespace {
 
 // States or gradients between slices, without messages where m.state is what comes in.
 void mend(const SliceMend& m, const SliceStates& states, const SliceGradients& gradients, cudaStream_t stream) {
+  if (mend_by_walk(m, states, gradients, stream)) return;
   const int64_t slabs = m.B * ceil_div(m.H, int64_t(kLanes));
   auto run = [&](const char* name, auto kernel, int warps, const auto& between) {
     launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m, between);
