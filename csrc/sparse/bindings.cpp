@@ -1,5 +1,5 @@
 // Planned products as Python calls them: the op with patterns that do not change. By torch's own way from Python a list
-// of thirteen tensors takes more of the host than the rest of a small product.
+// of so many tensors takes more of the host than the rest of a small product.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>

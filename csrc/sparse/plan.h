@@ -30,8 +30,16 @@ class Symbolic {
  public:
   Symbolic(const Csr<I>& a, const Csr<I>& b) : a_(a), b_(b), seen_(b.columns, -1) {}
 
-  // Columns of row i of the product, in order. Valid until the next call.
+  // Columns of row i of the product, in order. Valid until the next call. Rows of a that follow each other and have the
+  // same columns, as those of a max-pooling's window do, are worked out once.
   const std::vector<I>& columns(int64_t i) {
+    const auto row = [&](int64_t r) { return std::pair(a_.col + a_.crow[r], a_.col + a_.crow[r + 1]); };
+    const auto [begin, end] = row(i);
+    if (last_ >= 0) {
+      const auto [last_begin, last_end] = row(last_);
+      if (std::equal(begin, end, last_begin, last_end)) return found_;
+    }
+    last_ = i;
     found_.clear();
     for (I e = a_.crow[i]; e < a_.crow[i + 1]; ++e) {
       const I j = a_.col[e];
@@ -60,6 +68,7 @@ class Symbolic {
 
  private:
   Csr<I> a_, b_;
+  int64_t last_ = -1;          // the row that found_ is of
   std::vector<int64_t> seen_;  // the last row that had this column
   std::vector<I> found_;
 };
