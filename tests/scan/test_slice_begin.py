@@ -17,6 +17,9 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=st
 reverses = pytest.mark.parametrize("reverse", [False, True])
 SIZES = [300, 1, 70, 520]
 """Of slices."""
+MANY = [pytest.param("cuda", *shape, marks=pytest.mark.cuda) for shape in ((2, 37), (2, 40), (3, 2880), (2, 8448))]
+CHANNELS = [("cpu", 2, 37), ("cpu", 2, 40), *MANY]
+"""Devices, and B and H: rows that lie in pieces of 16 bytes or do not, on CUDA also so many that each has a lane."""
 
 
 def problem(forgets: float, dtype: torch.dtype, device: str, B: int = 2, H: int = 37) -> list[Tensor]:
@@ -46,13 +49,15 @@ def scanned(A: Tensor, b: Tensor, x0: Tensor | None, reverse: bool) -> tuple[lis
     return [x for x, _ in begun], entered, finished[0][1], finished[0][2]
 
 
-@device
+@pytest.mark.parametrize(("device", "B", "H"), CHANNELS)
 @dtypes
 @reverses
 @pytest.mark.parametrize("forgets", [0.0, 0.2])
 @pytest.mark.parametrize("with_x0", [False, True])
-def test_slices_are_the_whole(forgets: float, with_x0: bool, reverse: bool, dtype: torch.dtype, device: str) -> None:
-    A, b, x0 = problem(forgets, dtype, device)
+def test_slices_are_the_whole(
+    forgets: float, with_x0: bool, reverse: bool, dtype: torch.dtype, device: str, B: int, H: int
+) -> None:
+    A, b, x0 = problem(forgets, dtype, device, B, H)
     if not with_x0:
         x0, A[-1 if reverse else 0] = None, torch.nan  # which nobody reads
     states, entered, end, products = scanned(A, b, x0, reverse)
@@ -91,7 +96,8 @@ def test_slices_are_the_whole(forgets: float, with_x0: bool, reverse: bool, dtyp
 
 @device
 def test_layouts_and_bits(device: str) -> None:
-    A, b, x0 = problem(0.1, torch.float32, device)
+    B, H = (3, 2880) if device == "cuda" else (2, 40)
+    A, b, x0 = problem(0.1, torch.float32, device, B, H)
     first = scanned(A, b, x0, False)
     for view in (batch_first, torch.clone):
         again = scanned(view(A), view(b), x0, False)

@@ -4,6 +4,7 @@ mended are the whole."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def scanned(parts: list[tuple[Tensor, Tensor]], x0: Tensor | None, reverse: bool
     return states, found, end
 
 
+def shapes(device: str) -> list[tuple[int, int]]:
+    """B and H; on CUDA also so many channels that each has a lane that mends it."""
+    return [(2, 37), (3, 2880)] if device == "cuda" else [(2, 37)]
+
+
 def problem(T: int, B: int, H: int, forgets: float, dtype: torch.dtype, device: str) -> list[Tensor]:
     A = (1 - forgets * torch.rand(T, B, H, dtype=torch.float64)) * torch.randn(T, B, H).sign()
     b, x0 = torch.randn(T, B, H, dtype=torch.float64), torch.randn(B, H, dtype=torch.float64)
@@ -99,9 +105,10 @@ def test_products_that_overflow_or_underflow(kind: str, reverse: bool, device: s
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("T", [1, 90, 700])
 def test_gradients(T: int, reverse: bool, dtype: torch.dtype, device: str) -> None:
-    """Of a slice whose end has a gradient, from those of one whose end has none."""
-    for forgets in (0.0, 0.2):
-        A, b, x0 = problem(T, 2, 37, forgets, dtype, device)
+    """Of a slice whose end has a gradient, from those of one whose end has none; on CUDA also of channels so many that
+    each has a lane."""
+    for forgets, (B, H) in itertools.product((0.0, 0.2), shapes(device)):
+        A, b, x0 = problem(T, B, H, forgets, dtype, device)
         grad, left = torch.randn_like(b), torch.randn_like(x0)
         for start in (x0, None):
             x = linear_scan(A, b, start, reverse=reverse)
@@ -123,10 +130,17 @@ def test_gradients(T: int, reverse: bool, dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("forgets", [0.0, 0.2])
 def test_steps_in_bfloat16(forgets: float, reverse: bool, device: str) -> None:
     """As in float32, rounded where they are stored."""
-    A, b, _ = problem(300, 2, 37, forgets, torch.bfloat16, device)
-    state, first = torch.randn(2, 2, 37, device=device)
+    for B, H in shapes(device):
+        _steps_in_bfloat16(B, H, forgets, reverse, device)
+
+
+def _steps_in_bfloat16(B: int, H: int, forgets: float, reverse: bool, device: str) -> None:
+    A, b, _ = problem(300, B, H, forgets, torch.bfloat16, device)
+    state, first = torch.randn(2, B, H, device=device)
     assert torch.equal(ops.slice_message(A, state, True), ops.slice_message(A.float(), state, True))
-    x, grad_b, grad_A = linear_scan(A, b, reverse=reverse), torch.randn_like(b), torch.randn_like(b)
+    x, grad_b, row = linear_scan(A, b, reverse=reverse), torch.randn_like(b), first.unsqueeze(0)
+    before = torch.cat((x[1:].float(), row) if reverse else (row, x[:-1].float()))
+    grad_A = (grad_b.float() * before).bfloat16()
 
     def mended(dtype: torch.dtype) -> list[Tensor]:
         wide_A, wide_x, *found = (t.to(dtype, copy=True) for t in (A, x, x, grad_b, grad_A))
@@ -181,7 +195,12 @@ def test_gradients_between_slices(reverse: bool, dtype: torch.dtype, device: str
 
 @device
 def test_a_bad_channel_stays_alone(device: str) -> None:
-    A, b, x0 = problem(400, 2, 5, 0.2, torch.float32, device)
+    for B, H in [(2, 5), *shapes(device)[1:]]:
+        _bad_channel(B, H, device)
+
+
+def _bad_channel(B: int, H: int, device: str) -> None:
+    A, b, x0 = problem(400, B, H, 0.2, torch.float32, device)
     sizes = [130, 150, 120]
     clean = torch.cat(scanned(list(zip(A.split(sizes), b.split(sizes), strict=True)), x0, False)[0])
     for t in (A, b):
@@ -197,7 +216,7 @@ def test_a_bad_channel_stays_alone(device: str) -> None:
 
 @device
 def test_layouts_and_bits(device: str) -> None:
-    A, b, x0 = problem(300, 3, 6, 0.2, torch.float32, device)
+    A, b, x0 = problem(300, *((3, 2880) if device == "cuda" else (3, 6)), 0.2, torch.float32, device)
     x, state, came = linear_scan(A, b), torch.randn_like(x0), None
     first = x.clone()
     ops.slice_mend_(first, A, state, came, False)
