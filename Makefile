@@ -32,7 +32,9 @@ demo: build
 	@echo "Training a character model on the documentation inside Python: at most two minutes on two CPU cores"
 	@$(PY) examples/char_lm.py --output build/char_lm.png $(DEMO)
 
-# PYTEST="-m 'not slow'" leaves out what takes most of the time; WORKERS=0 runs all in one process.
+# PYTEST="-m 'not slow'" leaves out what takes most of the time; WORKERS=0 runs all in one process. What Python and pytest
+# make of the sources is kept, as each of the processes reads them all.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(call requirements,test) build
 	$(PY) -m pytest -n $(WORKERS) $(PYTEST)
 

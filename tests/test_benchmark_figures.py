@@ -98,9 +98,10 @@ def test_a_table_holds_any_text():
 
 
 @pytest.mark.slow
-def test_pages_are_written_between_their_markers(tmp_path):
+def test_pages_are_written_between_their_markers(tmp_path, monkeypatch):
     from benchmarks import plot  # here, because it alone needs matplotlib
 
+    monkeypatch.setattr(plot, "ROOMS", {"vertex": plot.ROOMS["vertex"]})  # the others' are drawn for the docs' test
     (tmp_path / "performance").mkdir()
     for room in plot.ROOMS:
         text = f"before\n\n{plot.PAGE_BEGIN}\n\n{plot.PAGE_END}\nafter\n"

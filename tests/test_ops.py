@@ -29,8 +29,8 @@ def _exact_fp32():
 
 
 _ONE_WORD = {"rnn_relu": "rnn_tanh", "slstm_exp": "slstm", "min_gru_g": "min_gru", "min_lstm_g": "min_lstm",
-             "scan": "", "newton": ""}  # fmt: skip
-"""Which of a kind of operator runs: a word, which graphs hand on as it is."""
+             "scan": "", "newton": "", "reverse": "", "transpose": ""}  # fmt: skip
+"""Which of a kind of operator runs, and which way: words, which graphs hand on as they are."""
 
 
 def traced(op: Op) -> list:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 import subprocess
@@ -46,7 +45,9 @@ def test_every_kernel_is_looked_at() -> None:
     assert all(any(part in name for part in sanitized.KERNELS) for name in named), named
 
 
-def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
+def test_what_fails_and_what_does_not_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """Each part under each tool, whatever became of the one before."""
     tool = tmp_path / "sanitizer"
     tool.write_text(
@@ -54,17 +55,18 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
         'case "$2 $last" in "racecheck codecs") exit 3;; "racecheck batched") sleep 60; exit 0;; esac\n'
     )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "-m", "tests.sanitized", "batched", "offload", "--sanitizer", str(tool)]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTORCH_NO_CUDA_MEMORY_CACHING"}
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [*command, "--limit", "4", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+    def run(*arguments: str) -> tuple[int, str]:
+        command = ["sanitized", "batched", "offload", "--sanitizer", str(tool), "--limit", "4", *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            sanitized.main()
+        return ended.value.code, capsys.readouterr().out
 
-    done = run("--under", "memcheck", "racecheck", "--jobs", "3")
-    assert done.returncode == 1, done.stderr
-    table = done.stdout[done.stdout.index("\ntool ") :].strip().splitlines()[1:]
+    code, printed = run("--under", "memcheck", "racecheck", "--jobs", "3")
+    assert code == 1
+    table = printed[printed.index("\ntool ") :].strip().splitlines()[1:]
     assert [line.split()[:4] for line in table] == [
         ["memcheck", "batched", "passed", "0"],
         ["memcheck", "codecs", "passed", "0"],
@@ -75,7 +77,13 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
         ["racecheck", "copies", "passed", "0"],
         ["racecheck", "managed", "passed", "0"],
     ]
-    assert "racecheck codecs 1" in done.stdout and "memcheck codecs 1" not in done.stdout  # output of what failed
-    assert run("--under", "synccheck").returncode == 0
-    late = run("--under", "synccheck", "--within", "0")
-    assert late.returncode == 1 and late.stdout.count("not begun") == 4
+    assert "racecheck codecs 1" in printed and "memcheck codecs 1" not in printed  # output of what failed
+    assert run("--under", "synccheck")[0] == 0
+    code, printed = run("--under", "synccheck", "--within", "0")
+    assert code == 1 and printed.count("not begun") == 4
+
+
+def test_the_command_knows_its_parts() -> None:
+    command = [sys.executable, "-m", "tests.sanitized", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(part in done.stdout.replace("\n", " ") for part in sanitized.PARTS)

@@ -163,7 +163,7 @@ SMALL += [
     for cell, heads in (("lstm", 3), ("gru", 2), ("rnn_tanh", 2), ("slstm", 1), ("slstm", 2), ("slstm_exp", 2))
     for sample in (
         Sample(cell, 3, 2, 2, 2 * heads, heads=heads),
-        packed(cell, (3, 2, 1), 2, 2 * heads, heads=heads, bidirectional=True, state=heads == 2),
+        packed(cell, (2, 1), 2, 2 * heads, heads=heads, bidirectional=True, state=heads == 2),
     )
 ]
 # A kernel of one warp, of a cluster or grid of blocks, packed; of one warp and of one block for a chunk.

@@ -286,7 +286,7 @@ POINTWISE = [
     Pointwise("gru", 3, 2, 3),
     Pointwise("gru", 20, 1, 2, algorithm="newton"),
     Pointwise("lstm", 3, 2, 2, reverse=True, stacked=True),
-    Pointwise("lstm", 18, 1, 2, stacked=True, algorithm="newton"),
+    Pointwise("lstm", 18, 1, 1, stacked=True, algorithm="newton"),
     Pointwise("decay", 4, 2, 3, algorithm="walk"),
 ]
 POINTWISE_LARGE = [

@@ -206,16 +206,28 @@ def test_function_transforms(schedule, device: str) -> None:
             assert_close(g, w)
 
 
+def without_batch(sizes: tuple[int, ...], device: str) -> tuple[Tensor, list[Tensor]]:
+    matrices = [torch.randn(n, m, device=device, dtype=torch.float64) for m, n in itertools.pairwise(sizes)]
+    return torch.randn(sizes[0], device=device, dtype=torch.float64), matrices
+
+
+lone = pytest.mark.parametrize("sizes", ((3,), (3, 5, 2), (6,) * 9, (3, 0, 2)), ids=str)
+
+
 @device
 @schedules
-@pytest.mark.parametrize("sizes", ((3,), (3, 5, 2), (6,) * 9, (3, 0, 2)))
+@lone
 def test_without_a_batch(sizes: tuple[int, ...], schedule, device: str) -> None:
-    grad, *jacobians = [torch.randn(sizes[0], device=device, dtype=torch.float64)] + [
-        torch.randn(n, m, device=device, dtype=torch.float64) for m, n in itertools.pairwise(sizes)
-    ]
+    grad, jacobians = without_batch(sizes, device)
     found, expected = chain_backward(grad, jacobians, schedule), chain_backward(grad[None], jacobians, schedule)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e[0])
+
+
+@device
+@lone
+def test_opcheck_without_a_batch(sizes: tuple[int, ...], device: str) -> None:
+    grad, jacobians = without_batch(sizes, device)
     opcheck(torch.ops.weft.chain_backward, (grad.requires_grad_(), jacobians))
 
 

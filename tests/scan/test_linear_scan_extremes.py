@@ -45,11 +45,13 @@ def test_a_bad_row_stays_alone(where: str, bad: float, layout: str, device: str)
 
 
 @device
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("layout", ["dense", "diagonal"])
-@pytest.mark.parametrize("kind", CHAOS)
-@pytest.mark.parametrize(("T", "B", "H"), [(10_000, 2, 6), (3_000, 1, 20), (700, 2, 40), (300, 1, 130)])
-def test_chaotic_states(T, B, H, kind: str, layout: str, reverse: bool, device: str) -> None:
+@pairs(
+    size=[("dense", 10_000, 2, 6), ("dense", 3_000, 1, 20), ("dense", 700, 2, 40), ("dense", 300, 1, 130),
+          ("diagonal", 10_000, 2, 6), ("diagonal", 700, 2, 40)],
+    kind=CHAOS, reverse=[False, True],
+)  # fmt: skip
+def test_chaotic_states(size: tuple[str, int, int, int], kind: str, reverse: bool, device: str) -> None:
+    layout, T, B, H = size
     A, b, x0 = (t.float() for t in chaotic(kind, T, B, H, layout))
     if reverse:
         A, b = A.flip(0), b.flip(0)
@@ -81,9 +83,7 @@ def test_chaotic_gradients(T, B, H, kind: str, layout: str, device: str) -> None
 
 
 @device
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CANCELLING, ids=lambda case: "-".join(map(str, case)))
+@pairs(case=CANCELLING, dtype=[torch.float64, torch.float32, torch.bfloat16], reverse=[False, True])
 def test_states_and_gradients_that_cancel(case: tuple, dtype: torch.dtype, reverse: bool, device: str) -> None:
     problem = cancelling(*case, reverse=reverse)
     A, b, x0, grad = (t.to(device=device, dtype=dtype) for t in problem[:4])
