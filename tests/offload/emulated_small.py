@@ -40,8 +40,8 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
         print(f"{count} tensors of {4 * size} bytes, calls {names}: out {out}, back {back}", file=sys.stderr)
         # Of each: the copy to the device, and out. Of those that share: the event of the saves and the end of the
         # copies out, and one more where room is waited for; the wait for the saves, and that for room.
-        # Host memory may end within a tensor of 5 MiB; small ones are copied by one call.
-        alone = count + 3 * count // 4 if share == 1 else 4
+        # Small ones are copied by one call.
+        alone = count if share == 1 else 4
         assert out[3] <= count + alone and out[0] <= 3 * joint + 4 and out[2] <= 2 * joint + 4, out
         # The copies back, and the test's and that of the gradient; the event of a read and the end of the copies back,
         # and one more where these are waited for; their wait, and that for them.

@@ -28,7 +28,7 @@ EventPtr Tracker::record_read(Block& block, Packed& packed) {
 
 // The storage to read `packed` from, and the shift of its bytes there.
 c10::Storage Tracker::read(Block& block, Packed& packed, int64_t* offset) {
-  look();
+  look(/*read=*/true);
   if (block.moved && capturing())
     throw std::runtime_error(
         "offload: a saved tensor that was moved to the host cannot come back while its stream is captured into a CUDA "
@@ -77,12 +77,13 @@ c10::Storage Tracker::refilled(const Block& block) const {
 }
 
 void Tracker::read_kept(Block& block, Packed& packed) {
-  look();
+  look(/*read=*/true);
   EventPtr now = record_read(block, packed);
   prefetch(0, now);
 }
 
 c10::Storage Tracker::bring(Block& block, EventPtr& now, bool needed) {
+  residency.sweep();
   reserve(block.staging);
   // The allocation may reuse memory that has just left: `now` must be behind the waits for that.
   if (needed && !capturing())
@@ -137,6 +138,7 @@ void Tracker::bring_joint(std::vector<std::shared_ptr<Block>>& blocks, EventPtr&
   const auto coming = std::exchange(blocks, {});
   if (coming.empty()) return;
   if (coming.size() == 1) return void(bring(*coming.front(), now, false));
+  residency.sweep();
   if (now == nullptr) now = engine.mover->record(residency.device);
   std::vector<c10::Storage> storages;
   std::vector<std::vector<std::shared_ptr<Transfer>>> transfers;
@@ -182,6 +184,7 @@ void Tracker::prefetch_some(int64_t current, EventPtr& now) {
         const bool small = joins(*block, 0, 0) && !block->record->compressed && block->transfers.size() == 1;
         const bool with = small && !joint.empty() && joins(*block, joint.size(), bytes);
         if (!block->outgoing.expired() || (from > operation() && !with)) break;
+        if (residency.counted + bytes + size > plan_->room) residency.sweep();
         if (residency.counted + bytes + size > plan_->room) {
           // Enough is there for now, and more will fit later.
           if (with && ahead_bytes_ >= kJointBytes / 2) joint.clear();
@@ -205,6 +208,7 @@ void Tracker::prefetch_some(int64_t current, EventPtr& now) {
     if (wanted(block)) {
       if (!block->outgoing.expired()) return;
       const int64_t bytes = block->hull.size();
+      residency.sweep();
       if (residency.counted + bytes > std::max(engine.settings.budget.value_or(0), current + bytes)) return;
       bring(*block, now, false);
     }

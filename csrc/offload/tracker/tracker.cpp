@@ -59,7 +59,7 @@ void Residency::poll() {
 
 void Residency::glance() {
   constexpr auto kEvery = std::chrono::microseconds(100);
-  if (std::chrono::steady_clock::now() - polled < kEvery) return sweep();
+  if (std::chrono::steady_clock::now() - polled < kEvery) return;
   poll();
   polled = std::chrono::steady_clock::now();
 }
@@ -112,9 +112,10 @@ Tracker::~Tracker() {
   }
 }
 
-void Tracker::look() {
+void Tracker::look(bool read) {
   capturing_.reset();
-  residency.outs.empty() || capturing() ? residency.sweep() : residency.glance();
+  if (!read) residency.sweep();
+  if (!residency.outs.empty() && !capturing()) residency.glance();
 }
 
 bool Tracker::capturing() {

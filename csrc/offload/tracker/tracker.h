@@ -236,7 +236,7 @@ struct Residency {
   void count(int64_t bytes);
   void want(int64_t bytes);
   void pop();     // the oldest copy out has ended
-  void glance();  // polls if a while has passed since
+  void glance();  // polls if a while has passed since then
   void poll();    // no longer counts ended copies out and dropped restored memory
   void sweep();   // the latter alone, without asking the device
 };
@@ -247,8 +247,8 @@ class Tracker {
   Tracker(Engine& engine, Use& use, Residency& residency, std::shared_ptr<const TransferPlan> plan);
   ~Tracker();
 
-  // Updates residency; called for every save and read.
-  void look();
+  // Updates residency; called for every save and read. What is `read` counts nothing new: what comes back sweeps.
+  void look(bool read = false);
   // Whether the current stream is captured; asked once after each look.
   bool capturing();
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const VersionCheck& version, bool may_move,

@@ -2,6 +2,7 @@
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <atomic>
@@ -171,10 +172,11 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
 
-void PinnedCopies::add(void* to, const void* from, int64_t bytes) {
+void PinnedCopies::add(void* to, const void* from, int64_t bytes, bool whole) {
   const auto host = reinterpret_cast<uintptr_t>(kind_ == cudaMemcpyDeviceToHost ? to : from);
   for (int64_t done = 0, part; done < bytes; done += part) {
-    part = std::min<int64_t>(bytes - done, kPinnedPiece - int64_t((host + uintptr_t(done)) % uintptr_t(kPinnedPiece)));
+    part = bytes - done;
+    if (!whole) part = std::min(part, kPinnedPiece - int64_t((host + uintptr_t(done)) % uintptr_t(kPinnedPiece)));
     to_.push_back(static_cast<char*>(to) + done);
     from_.push_back(static_cast<const char*>(from) + done);
     bytes_.push_back(size_t(part));
@@ -182,9 +184,13 @@ void PinnedCopies::add(void* to, const void* from, int64_t bytes) {
 }
 
 void PinnedCopies::start(c10::cuda::CUDAStream stream, const char* what, bool together) {
-  const auto to = std::exchange(to_, {});
-  const auto from = std::exchange(from_, {});
-  const auto bytes = std::exchange(bytes_, {});
+  auto to = std::exchange(to_, {});
+  auto from = std::exchange(from_, {});
+  auto bytes = std::exchange(bytes_, {});
+  const auto keep_memory = c10::make_scope_exit([&] {
+    to.clear(), from.clear(), bytes.clear();
+    to_ = std::move(to), from_ = std::move(from), bytes_ = std::move(bytes);
+  });
 #if CUDART_VERSION >= 13000
   if (together && to.size() > 1) {
     cudaMemcpyAttributes attributes{};

@@ -155,11 +155,12 @@ c10::Storage allocate_on(c10::Device device, int64_t bytes);
 // Device memory for work on the stream; freed memory goes to the stream's later work.
 c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 
-// Copies between the device and pinned memory, all in one direction, cut where that may end.
+// Copies between the device and pinned memory, all in one direction.
 class PinnedCopies {
  public:
   explicit PinnedCopies(cudaMemcpyKind kind) : kind_(kind) {}
-  void add(void* to, const void* from, int64_t bytes);
+  // `whole`: the pinned memory is of a buffer that is in one piece; else the copy is cut where that may end.
+  void add(void* to, const void* from, int64_t bytes, bool whole = false);
   // Starts those that were added since the last start; `together`: in any order, by one call where the runtime has it.
   void start(c10::cuda::CUDAStream stream, const char* what, bool together = false);
 

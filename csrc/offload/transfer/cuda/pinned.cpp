@@ -22,7 +22,7 @@
 namespace weft::offload {
 namespace {
 
-constexpr int64_t kLarge = 8 << 20, kHugePage = 2 << 20;
+constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
 constexpr int64_t kTouched = 32 << 20;  // by several threads at once: less is not worth their start
 
@@ -132,7 +132,7 @@ void* allocate_pinned(int64_t bytes, const Rest& rest) {
   if (refused(refusals().host)) return nullptr;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   bool given_up = false;
-  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes, rest, &given_up) : nullptr;
+  void* data = bytes >= kPinnedWhole && mapped().owner == getpid() ? allocate_mapped(bytes, rest, &given_up) : nullptr;
   if (data != nullptr || given_up) return data;
   const auto allocate = [&] { return cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess; };
   if (do_piece(rest, allocate)) return data;

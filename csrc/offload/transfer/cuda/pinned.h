@@ -9,6 +9,8 @@ namespace weft::offload {
 // must not cross one. Kernels may. The driver makes other threads wait while it pins: a piece takes it a few
 // milliseconds.
 constexpr int64_t kPinnedPiece = 8 << 20;
+// Less than this is in one piece.
+constexpr int64_t kPinnedWhole = 8 << 20;
 
 // Called after each piece, with the seconds that it took; returns once the next one may follow, or false to give up.
 using Rest = std::function<bool(double seconds)>;

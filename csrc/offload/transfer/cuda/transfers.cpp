@@ -24,9 +24,10 @@ int64_t expected(int64_t n, double density) {
   return density > 0 ? std::min(n, int64_t(1.01 * density * double(n) + 4 * std::sqrt(double(n)))) : 0;
 }
 
-void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream) {
+void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream stream,
+          bool whole = false) {
   PinnedCopies copies(kind);
-  copies.add(to, from, bytes);
+  copies.add(to, from, bytes, whole);
   copies.start(stream, kind == cudaMemcpyDeviceToHost ? kCopyOut : kCopyIn);
 }
 
@@ -155,16 +156,16 @@ RawTransfer::RawTransfer(CopyStreams& streams, std::unique_ptr<HostPool::Buffer>
 
 void RawTransfer::send(const char* from, int64_t bytes) {
   if (joint_->open)
-    joint_->out.add(host(), from, bytes);
+    joint_->out.add(host(), from, bytes, whole());
   else
-    copy(host(), from, bytes, cudaMemcpyDeviceToHost, streams_.out);
+    copy(host(), from, bytes, cudaMemcpyDeviceToHost, streams_.out, whole());
 }
 
 c10::cuda::CUDAStream RawTransfer::receive(char* to, int64_t bytes) {
   if (joint_->open)
-    joint_->in.add(to, host(), bytes);
+    joint_->in.add(to, host(), bytes, whole());
   else
-    copy(to, host(), bytes, cudaMemcpyHostToDevice, streams_.in);
+    copy(to, host(), bytes, cudaMemcpyHostToDevice, streams_.in, whole());
   return streams_.in;
 }
 

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "offload/transfer/cuda/copy_streams.h"
+#include "offload/transfer/cuda/pinned.h"
 
 namespace weft::offload {
 
@@ -67,6 +68,8 @@ class CopyTransfer : public Transfer {
   virtual bool joins() const { return false; }
 
   char* host() const { return static_cast<char*>(buffer_->data()); }
+  // Whether that is in one piece.
+  bool whole() const { return buffer_->bytes() < kPinnedWhole; }
 
   CopyStreams& streams_;
   Joint* joint_ = nullptr;
