@@ -80,7 +80,9 @@ def literal(timeline: Timeline, moves: list[Move], budget: int | None, link: Lin
     def counted() -> int:
         return sum(t.bytes for i, t in enumerate(tensors) if counts(i))
 
-    def room(new: int) -> bool:
+    def room(kind: str, new: int) -> bool:
+        if kind == "operation" and new == 0:  # it saves nothing new
+            return True
         return budget is None or counted() + new <= budget
 
     def runs(kind: str) -> bool:
@@ -112,7 +114,7 @@ def literal(timeline: Timeline, moves: list[Move], budget: int | None, link: Lin
                 ended[key] = now
         for kind, order in (("operation", operations), ("out", outs), ("in", ins)):
             key = first(kind, order)
-            if turn(key) and (kind == "out" or room(new(key))):
+            if turn(key) and (kind == "out" or room(kind, new(key))):
                 started[key] = now
         running = [key for key in started if key not in ended]
         if not running and len(ended) < len(took):

@@ -120,7 +120,7 @@ class Model {
       if (next == operations_) break;
 
       const bool runs = op_end != kNever, back = waiting_[next] == 0;
-      if (!runs && back && room(new_bytes_[next])) start_operation();
+      if (!runs && back && (new_bytes_[next] == 0 || room(new_bytes_[next]))) start_operation();
       const int64_t ended = next;  // operations before this one
       if (out_end == kNever && out < out_.size() && t_.tensors[out_[out]].last_forward < ended)
         out_end = now + double(choice.sent[out_[out]].lasts) / link_.d2h;

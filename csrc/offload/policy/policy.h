@@ -3,13 +3,13 @@
 //
 // The model. Operations run one after another, one copy out and one copy in at a time beside them. Operation k starts
 // when k - 1 has ended, every moved tensor with first_backward = k is back, and there is room for the tensors with
-// last_forward = k. A tensor counts from the start of last_forward to the end of last_backward, a moved one not from
-// the end of its copy out to the start of its copy in. Copies out go in order of (last_forward, index), not before the
-// end of last_forward; copies in go in order of (first_backward, index), not before operation prefetch - 1 and the
-// tensor's copy out have ended, and only where there is room. Room: what counts plus what is new is at most the budget.
-// At each instant first all that ends now ends, then an operation starts, then a copy out, then a copy in. If nothing
-// runs and nothing can start, the waiting operation that lacks only room starts over the budget; else the first copy
-// in.
+// last_forward = k; one that saves nothing new waits for no room. A tensor counts from the start of last_forward to the
+// end of last_backward, a moved one not from the end of its copy out to the start of its copy in. Copies out go in
+// order of (last_forward, index), not before the end of last_forward; copies in go in order of (first_backward, index),
+// not before operation prefetch - 1 and the tensor's copy out have ended, and only where there is room. Room: what
+// counts plus what is new is at most the budget. At each instant first all that ends now ends, then an operation
+// starts, then a copy out, then a copy in. If nothing runs and nothing can start, the waiting operation that lacks only
+// room starts over the budget; else the first copy in.
 //
 // The search rests on three facts. A choice meets the budget if and only if the working set of every operation does
 // with all copies in as late as possible, whatever its prefetches: otherwise room is never short for good. Moving one
