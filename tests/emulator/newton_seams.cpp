@@ -1,13 +1,7 @@
 // The seams of csrc/rnn/newton/cuda/newton_seams.cuh after a round.
 #include "emulator.h"
 
-inline int __float_as_int(float x) {
-  return int(__float_as_uint(x));
-}
-inline void atomicAdd(int* to, int x) {
-  *to += x;
-}
-inline void atomicMax(int* to, int x) {
+inline void atomicMax(unsigned long long* to, unsigned long long x) {
   *to = std::max(*to, x);
 }
 

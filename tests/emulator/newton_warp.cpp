@@ -17,10 +17,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   for (int lane = 0; lane < 32; ++lane) largest = std::max(largest, all[lane][0]);
   return largest;
 }
-inline void atomicAdd(int* to, int x) {
-  *to += x;
-}
-inline void atomicMax(int* to, int x) {
+inline void atomicMax(unsigned long long* to, unsigned long long x) {
   *to = std::max(*to, x);
 }
 inline double __shfl_xor_sync(unsigned mask, double x, int lanes) {
@@ -74,7 +71,7 @@ void whole() {
 
 }  // namespace
 
-extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointers, int64_t count, int* statistics,
+extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointers, int64_t count, int64_t* statistics,
                        bool late, unsigned seed) {
   shape = *given, args = *pointers;
   warps = {cut_time(shape.T, count), nullptr, statistics};
@@ -104,6 +101,6 @@ extern "C" void choose(int64_t steps, int64_t sequences, int64_t walkers, int64_
   const TimeChunks found = choose_chunks(steps, sequences, walkers, shortest);
   to[0] = found.count, to[1] = found.length;
 }
-extern "C" bool few(int64_t round, int64_t count, int64_t changed, int64_t closer) {
-  return few_meet(round, count, changed, closer);
+extern "C" bool few(int64_t round, int64_t count, int64_t changed, int64_t closer, int64_t before) {
+  return few_meet(round, count, changed, closer, before);
 }

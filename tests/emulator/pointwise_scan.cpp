@@ -6,16 +6,9 @@
 static emulator::Index gridDim;
 static const emulator::Index blockDim{128};
 
-inline int __float_as_int(float x) {
-  return static_cast<int>(__float_as_uint(x));
-}
-inline void atomicMax(int* to, int value) {
+inline void atomicMax(unsigned long long* to, unsigned long long value) {
   emulator::yield();
   *to = std::max(*to, value);
-}
-inline void atomicAdd(int* to, int value) {
-  emulator::yield();
-  *to += value;
 }
 
 // After which the macros are defined that kernels are compiled for.

@@ -29,9 +29,11 @@ def cut(steps: int, count: int) -> tuple[int, int]:
     return -(-steps // length), length
 
 
-def few_meet(round_: int, chunks: int, changed: int, closer: int) -> bool:
-    late = changed > 0 and round_ >= 8 and 8 * round_ >= chunks
-    return late or (2 * changed > chunks - round_ and 2 * closer < changed)
+def few_meet(round_: int, chunks: int, changed: int, closer: int, before: int) -> bool:
+    rest = chunks - round_
+    late = 11 * round_ >= chunks if 4 * changed > rest else 5 * round_ >= chunks
+    stays = round_ >= 6 and 4 * changed > 3 * before and late
+    return stays or (8 * changed > 7 * rest and 2 * closer < changed)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -92,6 +94,7 @@ def walk(
             states[t] = state = step(state, t, everyone)
     for b in range(batch):
         changed = [True] * (chunks - 1) + [False]  # of the last chunk nobody asks
+        before = chunks - 1
         begun = [torch.zeros_like(start[b])] * chunks  # with what each was walked last
         while rounds[b] < chunks:
             rounds[b] += 1
@@ -108,10 +111,11 @@ def walk(
                         by = mismatch(states[(k + 1) * length - 1, b], ends[k]).max()
                         closer += int(2 * by <= mismatch(ends[k - 1], begun[k]).max())
                     begun[k] = ends[k - 1]
-            if few_meet(int(rounds[b]), chunks, sum(changed), closer):
+            if few_meet(int(rounds[b]), chunks, sum(changed), closer, before):
                 alone[b] = True
                 for t in range(int(rounds[b]) * length, steps):
                     states[t, b] = step(states[t - 1, b][None], t, torch.tensor([b]))[0]
                     redone[b] += 1
                 break
+            before = sum(changed)
     return Walked(states, rounds, redone, residual, alone)

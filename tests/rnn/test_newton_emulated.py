@@ -80,7 +80,7 @@ class Problem:
         self.output, self.h_n, self.c_n = nan(T, B, H), nan(B, H), nan(B, H) if lstm else None
         gated = case.save and case.cell in ("gru", "lstm")
         self.gates, self.cells = nan(T, B, 4 * H) if gated else None, nan(T, B, H) if lstm else None
-        self.statistics = torch.zeros(B, 4, dtype=torch.int32)
+        self.statistics = torch.zeros(B, 4, dtype=torch.int64)
 
     def run(self, library: ctypes.CDLL, late: bool, seed: int) -> None:
         case, address = self.case, lambda t: None if t is None else t.data_ptr()
@@ -127,7 +127,7 @@ class Problem:
         assert torch.equal(ends.nan_to_num(), states[-1].nan_to_num())
         if self.gates is not None:
             assert torch.equal(self.gates.isnan().any(-1), self.output.isnan().any(-1))
-        residual = self.statistics[:, 2].contiguous().view(torch.float32)
+        residual = self.statistics[:, 2].int().view(torch.float32)
         assert ((residual >= 0) & (residual <= chunked.tolerance(self.output.dtype))).all()
         # Of other nets, how the last digits are rounded decides when a walk meets.
         chunks, alone = chunked.cut(case.T, case.chunks)[0], self.statistics[:, 3].bool()
@@ -287,8 +287,9 @@ def test_chunks_of_time(kernels) -> None:
         for round_ in range(2, chunks + 1):
             for changed in range(chunks):
                 for closer in {0, changed // 2, (changed + 1) // 2, changed}:
-                    sizes = round_, chunks, changed, closer
-                    assert library.few(*map(ctypes.c_int64, sizes)) == chunked.few_meet(*sizes)
+                    for before in {changed, changed + 1, 4 * changed // 3, chunks - 1}:
+                        sizes = round_, chunks, changed, closer, before
+                        assert library.few(*map(ctypes.c_int64, sizes)) == chunked.few_meet(*sizes)
 
 
 class Seams(ctypes.Structure):
@@ -298,10 +299,12 @@ class Seams(ctypes.Structure):
 
 
 @pytest.mark.parametrize("with_c", (False, True))
-def test_seams_of_rows(tmp_path, with_c: bool) -> None:
-    """Of chunks that are rows of a batch: what meets stays as it was begun with, what does not is handed on."""
+@pytest.mark.parametrize("length", (20, 3 * 10**9))
+def test_seams_of_rows(tmp_path, with_c: bool, length: int) -> None:
+    """Of chunks that are rows of a batch: what meets stays as it was begun with, what does not is handed on. Steps that
+    are walked again are counted beyond 2^31, too."""
     library = build("newton_seams", tmp_path)
-    chunks, length, T, B, H = 5, 20, 95, 3, 40
+    chunks, T, B, H = 5, 5 * length - 5, 3, 40
     torch.manual_seed(0)
     states = [torch.randn(2, chunks, B, H) for _ in range(2 if with_c else 1)]  # ends, starts
     ends, starts = [s[0] for s in states], [s[1] for s in states]
@@ -314,7 +317,7 @@ def test_seams_of_rows(tmp_path, with_c: bool) -> None:
     far[0, 2] = True
     ends[0][1, 0, 5] = starts[0][2, 0, 5] = torch.nan  # NaN meets NaN
     before = [(end.clone(), start.clone()) for end, start in zip(ends, starts, strict=True)]
-    gates, statistics = torch.zeros(2, dtype=torch.int32), torch.zeros(B, 4, dtype=torch.int32)
+    gates, statistics = torch.zeros(2, dtype=torch.int32), torch.zeros(B, 4, dtype=torch.int64)
     gates[0] = 1
     pointer = lambda all_, i: all_[i].data_ptr() if i < len(all_) else None  # noqa: E731
     arguments = Seams(
@@ -328,6 +331,6 @@ def test_seams_of_rows(tmp_path, with_c: bool) -> None:
         kept = torch.where(far[..., None], old_end[:-1], old_start[1:])
         assert torch.equal(end[:-1].nan_to_num(7), kept.nan_to_num(7)) and torch.equal(end[-1], old_end[-1])
     assert gates.tolist() == [1, 1]
-    assert statistics[:, 0].tolist() == [0, 3, 3] and statistics[:, 1].tolist() == [0, 20, 20]
-    residual = statistics[:, 2].contiguous().view(torch.float32)
+    assert statistics[:, 0].tolist() == [0, 3, 3] and statistics[:, 1].tolist() == [0, length, length]
+    residual = statistics[:, 2].int().view(torch.float32)
     assert (residual <= 2.0**-22).all() and (residual > 0).all()

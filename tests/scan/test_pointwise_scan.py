@@ -12,7 +12,7 @@ import torch
 import weft
 from torch import Tensor
 from torch.nn import functional as F
-from weft._scan import step_trace
+from weft._scan import newton, step_trace
 from weft.scan import newton_report, pointwise_scan, pointwise_scan_reference
 
 from tests.common import relative_error
@@ -544,3 +544,11 @@ def test_explain():
     floor = weft.explain(pointwise_scan, lambda h, x, p: torch.floor(h) + x[0], *lists)
     assert floor.algorithm == "reference"
     assert "aten.floor" in floor.reason
+
+
+def test_a_report_of_more_steps_than_32_bits_count():
+    """The mean of the sequences, and the residual from the bits of a float."""
+    residual = torch.tensor([2.0**-23, 0.0]).view(torch.int32).long()
+    rounds, redone, alone = torch.tensor([3, 2]), torch.tensor([6 * 10**9, 0]), torch.tensor([0, 1])
+    run = newton._read("gru", 10**9, 66, torch.stack((rounds, redone, residual, alone), 1))
+    assert run == ("gru", 10**9, 66, 3, 3.0, 2.0**-23, 0.5)

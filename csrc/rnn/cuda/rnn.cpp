@@ -445,7 +445,7 @@ RnnResults newton_rows(const RnnArgs& args, const RnnSizes& s, const TimeChunks&
     if (round == K) break;
     newton_seams({chunks, s.T, B, H, round, last_row(r.output), last_row(r.cells), h->mutable_data_ptr<float>(),
                   c ? c->mutable_data_ptr<float>() : nullptr, a.gate, gate + round + 1,
-                  statistics.defined() ? statistics.mutable_data_ptr<int>() : nullptr},
+                  statistics.defined() ? statistics.mutable_data_ptr<int64_t>() : nullptr},
                  stream);
   }
 

@@ -38,17 +38,25 @@ constexpr TimeChunks choose_chunks(int64_t steps, int64_t sequences, int64_t wal
 // A walk on a GPU looks whether it meets what is stored every so many steps, and at the chunk's last.
 constexpr int kLookEvery = 8;
 
+// The most steps of a sequence: walks count them in ints, and so many of them too as they load ahead.
+constexpr int64_t kMostAhead = 64, kMostSteps = (int64_t{1} << 31) - 1 - kMostAhead;
+
 // So many rounds there are where anything is to meet.
-constexpr int64_t kFewRounds = 8;
+constexpr int64_t kFewRounds = 6;
 
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
-// counted, and `closer` of them by at most half as much as their starts had. Where most of those that are not final
-// change, and few come closer, the net does not forget, as far as its chunks tell; and the front moves by a chunk in a
-// round, as it does alone. Where the rest has not met after an eighth of the rounds that there could be, it is walked
-// alone, too: a step that looks takes up to twice as long.
-WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer) {
-  return (2 * changed > chunks - round && 2 * closer < changed) ||
-         (changed > 0 && round >= kFewRounds && 8 * round >= chunks);
+// counted, and `closer` of them by at most half as much as their starts had; `before`: how many had changed in the
+// round before. Where nearly all of those that are not final change, and few come closer, the net does not forget, as
+// far as its chunks tell; and the front moves by a chunk in a round, as it does alone. Where those that change do not
+// become a quarter less from round to round, the rest is walked alone, too: after an eleventh of the rounds that there
+// could be where many still change, after a fifth where few do. A step that looks takes up to twice as long, so that
+// the rounds have cost a tenth of the chain or a fifth.
+WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer,
+                                         int64_t before) {
+  const int64_t rest = chunks - round;
+  return (8 * changed > 7 * rest && 2 * closer < changed) ||
+         (round >= kFewRounds && 4 * changed > 3 * before &&
+          ((4 * changed > rest && 11 * round >= chunks) || 5 * round >= chunks));
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).

@@ -12,7 +12,7 @@ namespace weft::rnn {
 inline at::Tensor newton_statistics(const RnnArgs& args, const RnnSizes& s, int64_t chunks) {
   scan::NewtonReport* const report = scan::newton_report();
   if (report == nullptr) return {};
-  at::Tensor statistics = at::zeros({s.D * s.B, 4}, args.input.options().dtype(at::kInt));
+  at::Tensor statistics = at::zeros({s.D * s.B, 4}, args.input.options().dtype(at::kLong));
   report->runs.push_back({kCells[int(args.cell)].name, s.T, chunks, statistics});
   return statistics;
 }

@@ -13,7 +13,7 @@ namespace weft::scan {
 struct NewtonRun {
   std::string op;
   int64_t steps, chunks;
-  // (N, 4) int32, a row for each sequence or channel: rounds; steps walked again; the largest mismatch accepted over
+  // (N, 4) int64, a row for each sequence or channel: rounds; steps walked again; the largest mismatch accepted over
   // max(1, |h|), the bits of a float that is not negative, whose order is that of the integers; 1 where it fell back to
   // a walk, else 0. Kernels fill it by atomic maxima and sums of integers, which depend on no order.
   at::Tensor statistics;

@@ -25,10 +25,10 @@ struct PointwiseArgs {
   // and the derivative of the end by the start. (2, chunks, states, N), the same, and (2, chunks, states^2, N); the
   // backward pass has one of each and needs no starts.
   void *starts, *ends, *derivatives;
-  void* marks;         // half types: states in acc_t at the end of each batch, (batches, states, N)
-  unsigned* counters;  // zeros: the barrier, then a flag for each round
-  int* fallen;         // backward: zeros (N)
-  int* statistics;     // scan/newton/report.h, zeros (N, 4), or null
+  void* marks;            // half types: states in acc_t at the end of each batch, (batches, states, N)
+  unsigned* counters;     // zeros: the barrier, then a flag for each round
+  int* fallen;            // backward: zeros (N)
+  long long* statistics;  // scan/newton/report.h, zeros (N, 4), or null
 };
 
 constexpr int kPointwiseRounds = 8;  // after which the rest is walked

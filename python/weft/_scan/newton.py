@@ -93,6 +93,6 @@ def _read(op: str, steps: int, chunks: int, statistics: Tensor) -> NewtonRun:
         chunks,
         min(max(int(rounds.max()), 1), chunks),
         float(redone.double().mean()) / max(steps, 1),
-        float(counts[:, 2].contiguous().view(torch.float32).max()),
+        float(counts[:, 2].int().view(torch.float32).max()),
         float(sequential.double().mean()),
     )

@@ -55,7 +55,7 @@ class Direction {
   }
 
   // statistics: (B, 4), or null.
-  Walked run(int* statistics) {
+  Walked run(int64_t* statistics) {
     const int64_t K = chunks_.count, L = chunks_.length, B = s_.B, H = s_.H;
     const auto in_time = [&](const Tensor& rows, int64_t width) {
       if (rows.numel() == 0) return Tensor();
@@ -189,9 +189,9 @@ class Direction {
   }
 
   // The rounds of sequence b.
-  void mend(int64_t b, int* statistics) {
+  void mend(int64_t b, int64_t* statistics) {
     const int64_t K = chunks_.count;
-    int64_t redone = 0, round = 1;
+    int64_t redone = 0, round = 1, before = K - 1;  // chunks that changed in the round before
     T apart = 0;
     bool alone = false;
     std::vector<char> changed(K, 1);
@@ -217,15 +217,16 @@ class Direction {
         begun[k] = from[i];
       }
       if (all == 0) break;
-      if (few_meet(round, K, all, closer)) {
+      if (few_meet(round, K, all, closer, before)) {
         alone = true;
         for (int64_t k = round; k < K; ++k) again(b, {k}, {end_of(k - 1, b)}, /*looks=*/false, redone, apart);
         break;
       }
+      before = all;
     }
     if (statistics == nullptr) return;
-    statistics[0] = int(round);
-    statistics[1] = int(std::min<int64_t>(redone, std::numeric_limits<int>::max()));
+    statistics[0] = round;
+    statistics[1] = redone;
     statistics[2] = std::bit_cast<int>(float(apart));
     statistics[3] = alone;
   }
@@ -265,7 +266,7 @@ RnnResults newton_forward_cpu(const RnnArgs& args, const RnnSizes& s, int64_t co
     const auto run = [&]<typename T>() {
       return Direction<T>(args, s, d, chunks, save, padded(reverse ? x.flip(0) : x).contiguous(), initial(args.h0, d),
                           has_c(args.cell) ? initial(args.c0, d) : Tensor(), walk)
-          .run(statistics.defined() ? statistics.mutable_data_ptr<int>() + 4 * d * s.B : nullptr);
+          .run(statistics.defined() ? statistics.mutable_data_ptr<int64_t>() + 4 * d * s.B : nullptr);
     };
     const Walked found = compute == at::kDouble ? run.template operator()<double>() : run.template operator()<float>();
     const auto put = [&](const Tensor& t, std::vector<Tensor>& all) {

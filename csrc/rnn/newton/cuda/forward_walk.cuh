@@ -28,6 +28,7 @@ struct ForwardWalk {
   static constexpr int G = gate_blocks(cell), kStates = states_of(cell);
   static constexpr int kChains = G == 1 ? 4 : 2;  // independent sums per gate, to hide the latency of the FMA
   static constexpr int kGroups = 3;               // in the ring: one is walked, the next is there, one comes in
+  static_assert((kGroups + 1) * kLookEvery <= kMostAhead);
 
   struct Shared {
     alignas(32) scalar exchange[2][HP];

@@ -14,8 +14,8 @@ constexpr int64_t kMostChunks = 1024;
 // For H <= kWarpHidden, a warp per chunk and sequence, all of them at once on the device.
 struct NewtonWarps {
   TimeChunks chunks;
-  uint64_t* messages;  // newton_messages() of them, zeros: what the walkers of a sequence tell each other
-  int* statistics;     // (B, 4), zeros, as scan::NewtonRun has them; null where nobody asks
+  uint64_t* messages;   // newton_messages() of them, zeros: what the walkers of a sequence tell each other
+  int64_t* statistics;  // (B, 4), zeros, as scan::NewtonRun has them; null where nobody asks
 };
 
 // How a call is cut; T and B are at least 1. One chunk is warp_forward's. scalar_bytes: 4 or 8.
@@ -37,7 +37,7 @@ struct NewtonSeams {
   scalar *start_h, *start_c;  // the same: what each began with
   const int* gate;            // where that is 0 the round did nothing; null: it did
   int* next_gate;             // of the next round
-  int* statistics;            // as of NewtonWarps
+  int64_t* statistics;        // as of NewtonWarps
 };
 void newton_seams(const NewtonSeams<float>& args, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "rnn/newton/chunks.h"
 #include "rnn/newton/cuda/newton_kernels.h"
+#include "scan/newton/counters.jit.cuh"
 
 namespace weft::rnn {
 namespace {
@@ -40,13 +41,12 @@ __device__ __forceinline__ void mend_seam(const NewtonSeams<scalar>& a, int64_t 
     apart = other > apart ? other : apart;
   }
   if (lane != 0) return;
-  int* const statistics = a.statistics + 4 * (index % a.B);
+  int64_t* const statistics = a.statistics + 4 * (index % a.B);
   if (far) {
-    atomicMax(statistics, int(a.round + 1));
-    const int64_t again = least(a.chunks.length, a.T - (index / a.B + 1) * a.chunks.length);
-    atomicAdd(statistics + 1, int(least(again, 0x7fffffff / (a.chunks.count * a.chunks.count))));
+    scan::raise_count(statistics, a.round + 1);
+    scan::add_count(statistics + 1, least(a.chunks.length, a.T - (index / a.B + 1) * a.chunks.length));
   } else {
-    atomicMax(statistics + 2, __float_as_int(float(apart)));
+    scan::raise_count(statistics + 2, int64_t(__float_as_uint(float(apart))));
   }
 }
 

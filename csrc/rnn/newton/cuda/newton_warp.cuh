@@ -12,6 +12,7 @@
 #include "rnn/newton/cuda/forward_walk.cuh"
 #include "rnn/newton/cuda/neighbours.cuh"
 #include "rnn/newton/cuda/newton_kernels.h"
+#include "scan/newton/counters.jit.cuh"
 
 namespace weft::rnn {
 namespace {
@@ -191,6 +192,7 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
 
   bool alone = false;
   uint64_t before[2] = {};
+  int64_t changed_before = last;
 #pragma unroll 1
   while (round < chunks.count) {
     ++round;
@@ -200,10 +202,11 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
     const auto all = round % 2 == 0 ? messages.meet(round, counts, counts && closer, before[0])
                                     : messages.meet(round, counts, counts && closer, before[1]);
     if (all.changed == 0) break;
-    if (few_meet(round, chunks.count, all.changed, all.closer)) {
+    if (few_meet(round, chunks.count, all.changed, all.closer, changed_before)) {
       alone = true;
       break;
     }
+    changed_before = all.changed;
   }
   const int64_t front = alone ? round - 1 : last;
   if (alone && chunk > front) messages.leave();
@@ -223,11 +226,11 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
   if (warps.statistics == nullptr) return;
   apart = largest_of_warp(apart);
   if (walk.lane != 0) return;
-  int* const statistics = warps.statistics + 4 * b;
-  atomicAdd(statistics + 1, int(least(redone, 0x7fffffff / chunks.count)));
-  atomicMax(statistics + 2, __float_as_int(float(apart)));
+  int64_t* const statistics = warps.statistics + 4 * b;
+  scan::add_count(statistics + 1, redone);
+  scan::raise_count(statistics + 2, int64_t(__float_as_uint(float(apart))));
   if (chunk == front) {
-    statistics[0] = int(round);
+    statistics[0] = round;
     statistics[3] = alone;
   }
 }

@@ -210,7 +210,7 @@ void forward_kernel(const ScanShape& shape, const Tensor& projected, const Tenso
   C10_CUDA_CHECK(cudaMemsetAsync(messages.data_ptr(), 0, messages.nbytes(), stream));
   newton_forward(shape, args,
                  {chunked.chunks, static_cast<uint64_t*>(messages.data_ptr()),
-                  chunked.statistics.defined() ? chunked.statistics.data_ptr<int>() + 4 * d * shape.B : nullptr},
+                  chunked.statistics.defined() ? chunked.statistics.data_ptr<int64_t>() + 4 * d * shape.B : nullptr},
                  stream);
 }
 
@@ -305,8 +305,8 @@ bool warp_holds(const RnnSizes& s) {
 
 bool scan_has_kernels(const RnnArgs& args, const RnnSizes& s) {
   const bool wide = s.H <= scan_max_hidden(args.cell) && args.input.scalar_type() != at::kDouble;
-  return s.heads == 1 && scan_max_hidden(args.cell) > 0 && !s.packed && s.R > 0 && s.I > 0 &&
-         s.T < std::numeric_limits<int>::max() && (warp_holds(s) || (s.H > 0 && wide));
+  return s.heads == 1 && scan_max_hidden(args.cell) > 0 && !s.packed && s.R > 0 && s.I > 0 && s.T <= kMostSteps &&
+         (warp_holds(s) || (s.H > 0 && wide));
 }
 
 RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {

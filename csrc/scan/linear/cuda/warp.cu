@@ -135,8 +135,9 @@ void check_sizes(const LinearScan& scan, const WarpPlan& plan) {
   if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
   }
-  if (plan.length >= std::numeric_limits<int>::max()) {
-    throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
+  // They are counted in ints, and those that are loaded ahead with them.
+  if (plan.length > std::numeric_limits<int>::max() - 64) {
+    throw std::runtime_error("weft: linear_scan: more than 2^31 - 65 steps in one chunk");
   }
 }
 

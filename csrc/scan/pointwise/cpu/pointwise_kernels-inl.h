@@ -334,11 +334,12 @@ class Walk {
   }
   void count(int64_t channel, int64_t steps, float apart) {
     if (a_.statistics == nullptr) return;
-    int* row = a_.statistics + 4 * channel;
-    __atomic_fetch_add(row + 1, static_cast<int>(steps), __ATOMIC_RELAXED);
-    int bits;
-    __builtin_memcpy(&bits, &apart, 4);
-    int seen = __atomic_load_n(row + 2, __ATOMIC_RELAXED);
+    long long* row = a_.statistics + 4 * channel;
+    __atomic_fetch_add(row + 1, steps, __ATOMIC_RELAXED);
+    unsigned word;
+    __builtin_memcpy(&word, &apart, 4);
+    const long long bits = word;
+    long long seen = __atomic_load_n(row + 2, __ATOMIC_RELAXED);
     while (seen < bits &&
            !__atomic_compare_exchange_n(row + 2, &seen, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }

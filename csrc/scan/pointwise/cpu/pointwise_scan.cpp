@@ -147,7 +147,7 @@ bool meets(const T* h, const T* other, int64_t S, T& apart) {
   return true;
 }
 
-void at_least(int* to, int value) {
+void at_least(long long* to, long long value) {
   *to = std::max(*to, value);
 }
 int bits(float x) {
@@ -180,7 +180,7 @@ bool correct(const Chunks<T>& c, int64_t n, char* active, int round) {
       start[i] = stays || !finite ? c.end(k, i, n) : next[i];
     }
     if (c.a.statistics == nullptr) continue;
-    int* row = c.a.statistics + 4 * n;
+    long long* row = c.a.statistics + 4 * n;
     if (stays) {
       at_least(row + 2, bits(static_cast<float>(apart)));
     } else {
@@ -276,8 +276,8 @@ std::vector<at::Tensor> pointwise_forward_cpu(at::TensorList init, at::TensorLis
   }
   NewtonReport* report = newton_report();
   if (report != nullptr) {
-    statistics = at::zeros({p.N, 4}, init[0].options().dtype(at::kInt));
-    a.statistics = mutable_pointer<int>(statistics);
+    statistics = at::zeros({p.N, 4}, init[0].options().dtype(at::kLong));
+    a.statistics = static_cast<long long*>(statistics.mutable_data_ptr());
   }
   for (int32_t i = 0; i < step.states; ++i) {
     const at::Tensor wide = init[i].reshape({p.N}).to(p.acc);

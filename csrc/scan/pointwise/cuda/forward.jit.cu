@@ -39,7 +39,7 @@ __device__ __forceinline__ bool meets(const T (&h)[S], const T (&other)[S], T& a
 
 struct Walk {
   bool met;
-  int steps;
+  long long steps;
   T apart;
 };
 
@@ -134,15 +134,16 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
 
 __device__ __forceinline__ void note(const PointwiseArgs& a, long long n, int round, const Walk& walk, bool fell) {
   if (a.statistics == nullptr) return;
-  int* row = a.statistics + 4 * n;
-  atomicMax(row, round);
-  atomicAdd(row + 1, walk.steps);
-  if (walk.met) atomicMax(row + 2, __float_as_int(float(walk.apart)));
+  long long* row = a.statistics + 4 * n;
+  scan::raise_count(row, static_cast<long long>(round));
+  scan::add_count(row + 1, walk.steps);
+  if (walk.met) scan::raise_count(row + 2, static_cast<long long>(__float_as_uint(float(walk.apart))));
   if (fell) row[3] = 1;
 }
 
 __device__ __forceinline__ void accepted(const PointwiseArgs& a, long long n, T apart) {
-  if (a.statistics != nullptr && apart > T(0)) atomicMax(a.statistics + 4 * n + 2, __float_as_int(float(apart)));
+  if (a.statistics == nullptr || !(apart > T(0))) return;
+  scan::raise_count(a.statistics + 4 * n + 2, static_cast<long long>(__float_as_uint(float(apart))));
 }
 
 // Where `chunk` should start, and whether that is elsewhere than where it did.

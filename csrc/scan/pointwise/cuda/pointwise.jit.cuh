@@ -7,6 +7,7 @@
 
 #include "common/cuda/grid_barrier.jit.cuh"
 #include "common/elementwise.jit.cuh"
+#include "scan/newton/counters.jit.cuh"
 #include "scan/pointwise/pointwise_args.h"
 
 namespace {

@@ -96,8 +96,8 @@ at::Tensor room(const Pointwise& p, std::initializer_list<std::pair<void**, int6
 }
 
 // What is counted and met by: zeros.
-at::Tensor counters(const Pointwise& p, int64_t count) {
-  const at::Tensor zeros = at::empty({count}, p.init[0].options().dtype(at::kInt));
+at::Tensor counters(const Pointwise& p, int64_t count, at::ScalarType type = at::kInt) {
+  const at::Tensor zeros = at::empty({count}, p.init[0].options().dtype(type));
   C10_CUDA_CHECK(cudaMemsetAsync(zeros.data_ptr(), 0, zeros.nbytes(), at::cuda::getCurrentCUDAStream()));
   return zeros;
 }
@@ -147,8 +147,8 @@ std::vector<at::Tensor> pointwise_forward_cuda(at::TensorList init, at::TensorLi
     a.counters = reinterpret_cast<unsigned*>(flags.mutable_data_ptr<int>());
     NewtonReport* report = newton_report();
     if (report != nullptr) {
-      statistics = counters(p, 4 * p.N).view({p.N, 4});
-      a.statistics = mutable_pointer<int>(statistics);
+      statistics = counters(p, 4 * p.N, at::kLong).view({p.N, 4});
+      a.statistics = static_cast<long long*>(statistics.mutable_data_ptr());
     }
     try {
       if (c.blocks_per_sm == 0) throw jit::TooManyBlocks("");
