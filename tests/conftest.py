@@ -27,8 +27,8 @@ hypothesis.settings.register_profile("weft", derandomize=True, deadline=None, ma
 hypothesis.settings.load_profile("weft")
 
 # What takes most of the time, as measured on one case of each test, beside what compiles C++ for the emulator: files
-# whose tests train or trace by torch's compilers, all of torch.compile, opcheck and gradcheck, those of other
-# instruction sets.
+# whose tests train or trace by torch's compilers, all of torch.compile, opcheck and gradcheck (second
+# derivatives go by that), those of other instruction sets.
 SLOW_FILES = (
     "test_codec.py",
     "test_examples.py",
@@ -41,7 +41,15 @@ SLOW_FILES = (
     "test_together.py",
     "test_torch_module_inputs.py",
 )
-SLOW_NAMES = ("compile", "gradcheck", "lower_instruction_sets", "opcheck")
+SLOW_NAMES = (
+    "compile",
+    "every_derivative",
+    "gradcheck",
+    "lower_instruction_sets",
+    "of_any_order",
+    "opcheck",
+    "test_derivatives",
+)
 
 _skipped: list[str] = []
 _WITHOUT_DEVICES = pytest.StashKey[int]()

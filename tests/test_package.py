@@ -23,22 +23,18 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_touches_no_gpu():
-    done = python("import weft, torch; assert not torch.cuda.is_initialized()", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-
-
 def test_import_needs_only_torch():
     modules = ["numpy", "tqdm", "rich", "matplotlib", "pytest"]
     done = python(f"import sys; sys.modules.update(dict.fromkeys({modules})); import weft, weft.info, weft.data")
     assert done.returncode == 0, done.stderr
 
 
-def test_import_loads_no_compiler():
+def test_import_touches_no_gpu_and_loads_no_compiler():
     """torch.compile's front end, symbolic algebra and Triton take seconds, and who imports Weft may need none."""
     heavy = ["torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "sympy", "triton"]
     found = f"[name for name in {heavy} if name in sys.modules]"
-    done = python(f"import sys, torch; before = {found}; import weft, weft.info; print(before, {found})")
+    script = f"import sys, torch; before = {found}; import weft, weft.info; assert not torch.cuda.is_initialized()"
+    done = python(f"{script}; print(before, {found})", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.strip().split("] ")
     assert f"{before}]" == after
@@ -175,6 +171,7 @@ def test_the_readme_and_the_docs_show_what_was_measured_and_nothing_else(tmp_pat
             assert (ROOT / "docs" / "performance" / image).resolve().exists(), stale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", [False, True])
 def test_cuda_tests_without_a_device_are_counted_and_may_be_required(required):
     arguments = ["-q", "-p", "no:cacheprovider", "tests/scan/test_diagonal_cuda.py", *["--require-cuda"] * required]

@@ -43,7 +43,8 @@ from __future__ import annotations
 
 from ._rnn.cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
 from ._rnn.layers import GRU, LSTM, RNN, SLSTM
-from ._scan.layers import LRU, RGLRU, S5, MinGRU, MinLSTM
+from ._scan.complex_layers import LRU, S5
+from ._scan.gated import RGLRU, MinGRU, MinLSTM
 from ._scan.para import ParaGRU, ParaLSTM
 
 __all__ = [

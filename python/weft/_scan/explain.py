@@ -15,7 +15,8 @@ from .. import _C
 from .._base.torch_private import differentiated_by_transform, in_transform
 from .._sparse import find_jacobian
 from . import tuned
-from .layers import LRU, RGLRU, S5, MinGRU, MinLSTM
+from .complex_layers import LRU, S5
+from .gated import RGLRU, MinGRU, MinLSTM
 from .linear import is_dense, linear_scan
 from .para import ParaGRU, ParaLSTM
 from .pointwise import checked

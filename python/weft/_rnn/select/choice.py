@@ -159,17 +159,7 @@ def why_not_torch(case: Case) -> str | None:
 
 def why_not_scan(case: Case) -> str | None:
     """Why "scan" cannot run this case, or None."""
-    if case.packed:
-        return "it takes no PackedSequence"
-    if case.keeps_cells:
-        return "it does not return the cells of every step"
-    if case.projected:
-        return "it has no projection (proj_size)"
-    if case.heads > 1:
-        return "it has no heads (num_heads)"
-    if case.cell not in CUDA_MAX_HIDDEN:
-        return f"it has no {case.cell.split('_')[0].upper()}"
-    obstacle = _why_not_ours(case)
+    obstacle = _why_not_in_chunks(case)
     if obstacle is not None:
         return obstacle
     if case.device == "cuda":
@@ -183,17 +173,7 @@ def why_not_scan(case: Case) -> str | None:
 
 def why_not_newton(case: Case) -> str | None:
     """Why "newton" cannot run this case, or None."""
-    if case.packed:
-        return "it takes no PackedSequence"
-    if case.keeps_cells:
-        return "it does not return the cells of every step"
-    if case.projected:
-        return "it has no projection (proj_size)"
-    if case.heads > 1:
-        return "it has no heads (num_heads)"
-    if case.cell not in CUDA_MAX_HIDDEN:
-        return f"it has no {case.cell.split('_')[0].upper()}"
-    obstacle = _why_not_ours(case)
+    obstacle = _why_not_in_chunks(case)
     if obstacle is not None or case.device != "cuda" or case.hidden_size <= CUDA_MAX_HIDDEN_FP64:
         return obstacle
     beyond = f"a warp holds {CUDA_MAX_HIDDEN_FP64} hidden units, got {case.hidden_size}"
@@ -220,6 +200,21 @@ def why_not_persistent(case: Case) -> str | None:
     if not hasattr(_C.rnn, "report"):
         return "its CUDA kernels are not built"
     return persistent_plan(case).why_not
+
+
+def _why_not_in_chunks(case: Case) -> str | None:
+    """What stands in the way of the operators that cut time, or None."""
+    if case.packed:
+        return "it takes no PackedSequence"
+    if case.keeps_cells:
+        return "it does not return the cells of every step"
+    if case.projected:
+        return "it has no projection (proj_size)"
+    if case.heads > 1:
+        return "it has no heads (num_heads)"
+    if case.cell not in CUDA_MAX_HIDDEN:
+        return f"it has no {case.cell.split('_')[0].upper()}"
+    return _why_not_ours(case)
 
 
 def _why_not_ours(case: Case) -> str | None:
