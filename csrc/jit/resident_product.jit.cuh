@@ -242,7 +242,6 @@ struct ResidentProduct {
   static __device__ __forceinline__ void read(int batch, const E* const (&from)[kGroups],
                                               FourOf<E> (&b)[kBatch][kGroups], const Between& between) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    bool missing[kBatch][kGroups] = {};
 #pragma unroll
     for (int c = 0; c < kBatch; ++c) {
       const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
@@ -250,7 +249,7 @@ struct ResidentProduct {
       for (int g = 0; g < kGroups; ++g) {
         if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
           if constexpr (kPublished) {
-            missing[c][g] = ask(from[g] + k, b[c][g]);
+            ask(from[g] + k, b[c][g]);
           } else {
             b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
           }
@@ -269,7 +268,7 @@ struct ResidentProduct {
 #pragma unroll
         for (int c = 0; c < kBatch; ++c) {
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
+          for (int g = 0; g < kGroups; ++g) found |= is_missing(b[c][g]);
         }
         return found;
       };
@@ -280,7 +279,7 @@ struct ResidentProduct {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
             const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
-            if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
+            if (is_missing(b[c][g])) ask(from[g] + k, b[c][g]);
           }
         }
       }
@@ -336,13 +335,25 @@ struct ResidentProduct {
     return sum;
   }
 
-  static __device__ __forceinline__ bool ask(const E* from, FourOf<E>& to) {
+  static __device__ __forceinline__ void ask(const E* from, FourOf<E>& to) {
     if constexpr (sizeof(E) == 2) {
-      return load_published(reinterpret_cast<const unsigned short*>(from),
-                            reinterpret_cast<unsigned short(&)[4]>(to.x));
+      load_published(reinterpret_cast<const unsigned short*>(from), reinterpret_cast<unsigned short(&)[4]>(to.x));
     } else {
-      return load_published(from, to.x);
+      load_published(from, to.x);
     }
+  }
+  // Of what was asked for. Nothing is remembered of it, which would wait for it then.
+  static __device__ __forceinline__ bool is_missing(const FourOf<E>& four) {
+    bool found = false;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (sizeof(E) == 2) {
+        found |= four.x[e].bits == 0xffffu;
+      } else {
+        found |= __float_as_uint(four.x[e]) == ~0u;
+      }
+    }
+    return found;
   }
 
   static __device__ __forceinline__ void split(float x, u32& high, u32& low) {
@@ -445,90 +456,91 @@ struct ResidentProduct {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = warp & (parts - 1), slice = warp / parts, slices = kWarps / parts;
     const int rows = min(count - first, parts * kPartRows);
-    const E* from[2];
+    const E* from[2];  // the lane's neighbours in the first chunk
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const int row = part * kPartRows + g * 8 + lane / 4;
-      from[g] = row < rows ? source(first + row) : nullptr;
+      from[g] = row < rows ? source(first + row) + lane % 4 * 4 : nullptr;
     }
-    FourOf<E> ahead[kAhead][2];
-    bool missing[kAhead][2] = {};
-    const auto start = [&](int chunk, FourOf<E>(&x)[2], bool(&is_missing)[2]) {
-      const int k = chunk * 16 + lane % 4 * 4;
+    FourOf<E> ahead[kAhead][2] = {};  // where there is no row it stays so
+    const auto start = [&](int chunk, FourOf<E>(&x)[2]) {
 #pragma unroll
       for (int g = 0; g < 2; ++g) {
-        is_missing[g] = false;
-        if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
-          if constexpr (kPublished) {
-            is_missing[g] = ask(from[g] + k, x[g]);
-          } else {
-            x[g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+        const int k = chunk * 16 + lane % 4 * 4;
+        if constexpr (kInner % 4 == 0) {
+          if (from[g] != nullptr && (kInner % 16 == 0 ? chunk < kChunks : k < kInner)) {
+            if constexpr (kPublished) {
+              ask(from[g] + chunk * 16, x[g]);
+            } else {
+              x[g] = *reinterpret_cast<const FourOf<E>*>(from[g] + chunk * 16);
+            }
+          } else if constexpr (kInner % 16 != 0) {
+            x[g] = {};
           }
         } else {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            x[g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+            x[g].x[e] = from[g] != nullptr && k + e < kInner ? from[g][chunk * 16 + e] : E(0.0f);
           }
         }
       }
     };
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) start(slice + i * slices, ahead[i], missing[i]);
+    for (int i = 0; i < kAhead; ++i) start(slice + i * slices, ahead[i]);
     between();
     float d[kEighths][4] = {};
 #pragma unroll 1
-    for (int chunk = slice; chunk < kChunks; chunk += slices) {
-      if constexpr (kPublished) {
-        // With all that are missing at once: one after the other costs a round trip each.
-        while (__any_sync(~0u, missing[0][0] || missing[0][1])) {
+    for (int begin = slice; begin < kChunks; begin += kAhead * slices) {
 #pragma unroll
-          for (int i = 0; i < kAhead; ++i) {
-            const int k = (chunk + i * slices) * 16 + lane % 4 * 4;
+      for (int i = 0; i < kAhead; ++i) {
+        const int chunk = begin + i * slices;
+        if (chunk >= kChunks) break;
+        if constexpr (kPublished) {
+          // With all that are missing at once: one after the other costs a round trip each.
+          while (__any_sync(~0u, is_missing(ahead[i][0]) || is_missing(ahead[i][1]))) {
 #pragma unroll
-            for (int g = 0; g < 2; ++g) {
-              if (missing[i][g]) missing[i][g] = ask(from[g] + k, ahead[i][g]);
+            for (int j = 0; j < kAhead; ++j) {
+              const int asked = begin + (j < i ? j + kAhead : j) * slices;
+#pragma unroll
+              for (int g = 0; g < 2; ++g) {
+                if (is_missing(ahead[j][g])) ask(from[g] + asked * 16, ahead[j][g]);
+              }
             }
           }
         }
-      }
-      const FourOf<E> x[2] = {ahead[0][0], ahead[0][1]};
-#pragma unroll
-      for (int i = 0; i + 1 < kAhead; ++i) {
-#pragma unroll
-        for (int g = 0; g < 2; ++g) ahead[i][g] = ahead[i + 1][g], missing[i][g] = missing[i + 1][g];
-      }
-      start(chunk + kAhead * slices, ahead[kAhead - 1], missing[kAhead - 1]);
-      u32 a_high[2][4], a_low[2][4];
-      if constexpr (kMultiply == Multiply::kHalf) {
-        a_high[0][0] = pair(x[0], 0), a_high[0][1] = pair(x[1], 0);
-        a_high[0][2] = pair(x[0], 1), a_high[0][3] = pair(x[1], 1);
-      } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            split(float(x[i % 2].x[2 * half + i / 2]), a_high[half][i], a_low[half][i]);
-          }
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kEighths; ++n) {
-        const FourOf<E> w = weights[(chunk * kTiles + n / 2) * 64 + n % 2 * 32 + lane];
+        u32 a_high[2][4], a_low[2][4];
         if constexpr (kMultiply == Multiply::kHalf) {
-          const u32 b[2] = {pair(w, 0), pair(w, 1)};
-          mma_half(d[n], a_high[0], b);
-          continue;
-        }
+          a_high[0][0] = pair(ahead[i][0], 0), a_high[0][1] = pair(ahead[i][1], 0);
+          a_high[0][2] = pair(ahead[i][0], 1), a_high[0][3] = pair(ahead[i][1], 1);
+        } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          u32 high[2], low[2];
+          for (int half = 0; half < 2; ++half) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) split(float(w.x[2 * half + e]), high[e], low[e]);
-          if constexpr (kTerms == 3) {
-            mma_tf32(d[n], a_low[half], high);
-            mma_tf32(d[n], a_high[half], low);
+            for (int e = 0; e < 4; ++e) {
+              split(float(ahead[i][e % 2].x[2 * half + e / 2]), a_high[half][e], a_low[half][e]);
+            }
           }
-          mma_tf32(d[n], a_high[half], high);
+        }
+        start(chunk + kAhead * slices, ahead[i]);
+#pragma unroll
+        for (int n = 0; n < kEighths; ++n) {
+          const FourOf<E> w = weights[(chunk * kTiles + n / 2) * 64 + n % 2 * 32 + lane];
+          if constexpr (kMultiply == Multiply::kHalf) {
+            const u32 b[2] = {pair(w, 0), pair(w, 1)};
+            mma_half(d[n], a_high[0], b);
+            continue;
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            u32 high[2], low[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) split(float(w.x[2 * half + e]), high[e], low[e]);
+            if constexpr (kTerms == 3) {
+              mma_tf32(d[n], a_low[half], high);
+              mma_tf32(d[n], a_high[half], low);
+            }
+            mma_tf32(d[n], a_high[half], high);
+          }
         }
       }
     }
