@@ -386,8 +386,6 @@ def _refused(rank: int) -> None:
         wd.shard_time(nn.Sequential(weft.nn.LRU(2, 3)))
     with pytest.raises(ValueError, match=r"^shard_time: the layer is a SLSTM, whose states ranks do not exchange"):
         wd.shard_time(weft.nn.SLSTM(2, 4))
-    with pytest.raises(TypeError, match=r"^linear_scan: complex numbers are not exchanged between ranks"):
-        wd.linear_scan(torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 1, 3, dtype=torch.complex64))
     # What the first rank alone reads, all refuse: who raises alone leaves the others waiting.
     for cls in (weft.nn.GRU, weft.nn.LSTM, weft.nn.MinGRU, weft.nn.ParaGRU, weft.nn.ParaLSTM):
         layer, shape = wd.shard_time(cls(2, 3)), (1, 1, 4)

@@ -84,6 +84,63 @@ def test_dtypes(team: Team, layout: str, reverse: bool, dtype: torch.dtype) -> N
     team.run(_beside_one_process, LinearScan(60, 2, 4, layout, True, reverse), [20, 1, 30, 9], dtype)
 
 
+def _complex(rank: int, sample: LinearScan, sizes: list[int], dtype: torch.dtype) -> None:
+    inputs = sample.inputs(dtype, device())
+    if sample.layout in CONSTANT:
+        inputs = (inputs[0].nan_to_num(), *inputs[1:])
+    weight = torch.randn(sample.T, sample.B, sample.H, dtype=torch.complex128).to(device())
+    leaves = [None if t is None else t.detach().to(torch.complex128).requires_grad_() for t in inputs]
+    want = linear_scan_reference(*leaves, **sample.flags)
+    present = [t for t in leaves if t is not None]
+    want_grads = torch.autograd.grad((want * weight).real.sum(), present, materialize_grads=True)
+
+    A, b, x0 = (None if t is None else t.requires_grad_() for t in slices(sample, inputs, sizes, rank))
+    x = wd.linear_scan(A, b, x0, **sample.flags)
+    assert x.dtype == dtype and x.shape == b.shape
+    loss = (x.to(torch.complex128) * cut(weight, sizes, rank)).real.sum()
+    got = torch.autograd.grad(loss, [t for t in (A, b, x0) if t is not None])
+
+    def close(found: Tensor, right: Tensor, factor: int = 1) -> None:
+        bound = BOUNDS[torch.float64 if dtype == torch.complex128 else torch.float32]
+        assert_close(torch.view_as_real(found.resolve_conj()), torch.view_as_real(right.resolve_conj()), factor * bound)
+
+    close(x, cut(want, sizes, rank))
+    if sample.layout in CONSTANT:
+        close(summed(got[0].to(torch.complex128)), want_grads[0], 4)
+    else:
+        close(got[0], cut(want_grads[0], sizes, rank), 4)
+    close(got[1], cut(want_grads[1], sizes, rank), 2)
+    if x0 is not None and rank == (dist.get_world_size() - 1 if sample.reverse else 0):
+        close(got[2], want_grads[2], 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_complex_numbers(team: Team, layout: str) -> None:
+    number = LAYOUTS.index(layout)
+    for x0, sizes, dtype in ((True, UNEVEN, torch.complex128), (False, [0, 6, 0, 7], torch.complex64)):
+        sample = LinearScan(13, 2, 3, layout, x0, reverse=number % 2 == 1, transpose=x0)
+        team.run(_complex, sample, sizes, dtype)
+    for B, H, sizes in ((4, 2, UNEVEN), (0, 3, UNEVEN), (2, 0, UNEVEN), (1, 1, UNEVEN), (2, 3, [0, 0, 0, 0])):
+        team.run(_complex, LinearScan(sum(sizes), B, H, layout), sizes, torch.complex128)
+
+
+def _complex_refused(rank: int) -> None:
+    b = torch.zeros(2, 1, 3, dtype=torch.complex64)
+    for A, x0, error in (
+        (torch.zeros(3), None, TypeError),
+        (b, torch.zeros(1, 3), TypeError),
+        (torch.zeros(0, 1, 3, dtype=torch.complex64), None, ValueError),
+        (b, b, ValueError),
+        (b.to("meta"), None, RuntimeError),
+    ):
+        with pytest.raises(error, match=r"^linear_scan: "):
+            wd.linear_scan(A, b, x0)
+
+
+def test_complex_numbers_that_do_not_fit(team: Team) -> None:
+    team.run(_complex_refused)
+
+
 def _in_halves(rank: int, sample: LinearScan, sizes: list[int]) -> None:
     halved.add("cpu")
     try:

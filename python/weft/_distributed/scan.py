@@ -41,6 +41,7 @@ from .own_slice import (
     sent_bytes,
     start_gradient_in_float,
 )
+from .pairs import in_pairs
 from .rounds import SliceMap, carried, in_rounds
 from .totals import unpack
 
@@ -93,7 +94,8 @@ def linear_scan(
 
     One collective forward, one backward, or ceil(log2 ranks) rounds of send and receive where :func:`exchange` finds
     them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
-    Gradients of any order are scans over ranks themselves. Products that overflow or underflow where the states do not
+    Gradients of any order are scans over ranks themselves. Complex numbers are scanned as pairs, by matrices of 2 x 2
+    where A is diagonal, which take four times its memory. Products that overflow or underflow where the states do not
     do no harm. But a slice is summed up in one map, in the digits of float64 (float32's where CUDA has chunk maps) and
     with a value of the state's own dtype, of bfloat16 in float32: where what the map makes of a state cancels against
     what it adds, digits are lost, which :func:`weft.scan.linear_scan` would save step by step.
@@ -117,8 +119,18 @@ def linear_scan(
             dtype = torch.promote_types(dtype, t.dtype)
         A, b, x0 = A.to(dtype), b.to(dtype), None if x0 is None else x0.to(dtype)
         with torch.autocast(b.device.type, enabled=False):
-            return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
-    return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
+            return _states(op, A, b, x0, ranks, reverse, transpose)
+    return _states(op, A, b, x0, ranks, reverse, transpose)
+
+
+def _states(op: str, A: Tensor, b: Tensor, x0: Tensor | None, ranks: Ranks, reverse: bool, transpose: bool) -> Tensor:
+    if not A.is_complex() and not b.is_complex():
+        return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
+    if checks_ranks():
+        check_alike(ranks, op, _what_ranks_share(A, b))
+    ranks.check_device(op, b)
+    pairs = in_pairs(op, A, b, x0, reverse, transpose)
+    return pairs.joined(scan_slice(op, pairs.A, pairs.b, pairs.x0, ranks, reverse).states, b)
 
 
 def scan_slice(
@@ -134,8 +146,6 @@ def scan_slice(
     """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
     with `ends`; outside of autocast."""
     dtype = b.dtype
-    if A.is_complex() or b.is_complex():
-        raise TypeError(f"{op}: complex numbers are not exchanged between ranks, got A {A.dtype} and b {b.dtype}")
     if checks_ranks():
         check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
