@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 # Read when torch loads: threads that spin while they wait make small tests crawl where cores are shared.
@@ -62,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("WEFT_REQUIRE_CUDA") == "1",
         help="fail where any test is skipped (also by WEFT_REQUIRE_CUDA=1)",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of what is slow as a whole nothing is read where nobody asks for it: some of its imports take seconds."""
+    unread = config.getoption("markexpr") == "not slow" and any(map(collection_path.match, SLOW_FILES))
+    return True if unread else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks

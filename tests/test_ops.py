@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
@@ -131,6 +130,8 @@ def test_forward_mode_is_right_or_refused(op: Op, sample: Any, device: str) -> N
 @in_graphs
 def test_compiles_whole(op: Op, sample: Any, device: str) -> None:
     """One graph for all sizes, or one more where two sizes that were equal, or 1, are no longer."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # here, because it takes seconds
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     first = Call(op, sample, device, torch.float64 if op.differentiable else torch.float32)

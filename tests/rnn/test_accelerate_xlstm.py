@@ -8,12 +8,15 @@ import pytest
 import torch
 import weft
 
-cell_module = pytest.importorskip("xlstm.blocks.slstm.cell", reason="xlstm is for Python 3.11 and later")
+
+def package():
+    """Its cells. What it imports takes a second, not for who only collects tests."""
+    return pytest.importorskip("xlstm.blocks.slstm.cell", reason="xlstm is for Python 3.11 and later")
 
 
 def make_cell(**options):
     fields = {"hidden_size": 12, "num_heads": 3, "backend": "vanilla", "dtype": "float32", **options}
-    cell = cell_module.sLSTMCell(cell_module.sLSTMCellConfig(enable_automatic_mixed_precision=False, **fields))
+    cell = package().sLSTMCell(package().sLSTMCellConfig(enable_automatic_mixed_precision=False, **fields))
     with torch.no_grad():
         for weight in cell.parameters():
             weight.uniform_(-1, 1)
@@ -61,7 +64,7 @@ def test_in_a_layer_and_back():
     assert weft.accelerate(layer) is layer
     assert layer.slstm_cell is cell and "accelerated=True" in repr(layer) and layer.state_dict().keys() == keys
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
-    assert isinstance(cell, cell_module.sLSTMCellBase)
+    assert isinstance(cell, package().sLSTMCellBase)
     other = copy.deepcopy(layer)
     torch.testing.assert_close(other(x), layer(x))
     assert "accelerated=True" in repr(other)
@@ -69,7 +72,7 @@ def test_in_a_layer_and_back():
     gates = torch.randn(2, 5, 64)
     torch.testing.assert_close(compiled(gates)[0], cell(gates)[0])
     weft.restore(layer)
-    assert type(cell) is cell_module.sLSTMCell_vanilla and "accelerated" not in repr(layer)
+    assert type(cell) is package().sLSTMCell_vanilla and "accelerated" not in repr(layer)
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -80,7 +83,7 @@ def test_what_is_left_and_why(options):
     model = torch.nn.ModuleDict({"cell": make_cell(**options)})
     with pytest.warns(UserWarning, match=f"cell .*sLSTMCell_vanilla.* has {next(iter(options))}"):
         weft.accelerate(model)
-    assert type(model["cell"]) is cell_module.sLSTMCell_vanilla
+    assert type(model["cell"]) is package().sLSTMCell_vanilla
 
 
 def test_half_precision_under_autocast():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import weft
-from torch.fx.experimental.proxy_tensor import make_fx
 from weft._base import costs as gpu_costs
 from weft._rnn.calls import prepare
 from weft._rnn.dropin.torch_limits import CUDNN_MAX_STEPS
@@ -182,6 +181,8 @@ def test_auto_does_not_compare_with_what_cannot_run(plan):
 
 def test_sizes_that_are_symbols(plan):
     """As make_fx has them. The costs are compared, and stand in the reason."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # here, because it takes seconds
+
     plan.microseconds, reasons = 150.0, []
 
     def choose_for(x):

@@ -8,7 +8,6 @@ import functools
 import pytest
 import torch
 import weft
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
 from weft._rnn.calls import prepare
 from weft._rnn.dropin import torch_limits, torch_rnn
@@ -162,6 +161,8 @@ def test_export(fresh_dynamo, device, cell, algorithm, strict):
 @algorithms
 def test_symbolic_tracing(device, algorithm):
     """Sizes that are symbols outside of torch.compile."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # here, because it takes seconds
+
     ours, _ = layers("gru", device, torch.float32, algorithm)
     x = torch.randn(6, 5, I, device=device)
     with torch.no_grad():

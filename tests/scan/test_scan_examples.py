@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from tests.common import DEVICES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="no scikit-learn")
 
 
 @pytest.fixture(autouse=True)
