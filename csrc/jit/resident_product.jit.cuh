@@ -364,6 +364,16 @@ struct ResidentProduct {
     }
   }
 
+  // The same of a fragment whose registers come from two loads. Cut off, high would be the same to the tensor cores as
+  // x, which the compiler then moves into place again and again.
+  static __device__ __forceinline__ void split_apart(float x, u32& high, u32& low) {
+    if constexpr (kMultiply == Multiply::kFloat) {
+      split_tf32(x, high, low);
+    } else {
+      split(x, high, low);
+    }
+  }
+
   // Two of four neighbours.
   static __device__ __forceinline__ u32 pair(const FourOf<E>& four, int which) {
     return u32(four.x[2 * which].bits) | u32(four.x[2 * which + 1].bits) << 16;
@@ -418,8 +428,8 @@ struct ResidentProduct {
             u32 high[4], low[4];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              split(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
-              split(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+              split_apart(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
+              split_apart(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
             }
             if constexpr (kTerms == 3) {
               mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high + 2 * half);
@@ -517,7 +527,7 @@ struct ResidentProduct {
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              split(float(ahead[i][e % 2].x[2 * half + e / 2]), a_high[half][e], a_low[half][e]);
+              split_apart(float(ahead[i][e % 2].x[2 * half + e / 2]), a_high[half][e], a_low[half][e]);
             }
           }
         }

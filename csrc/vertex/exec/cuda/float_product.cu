@@ -39,19 +39,44 @@ __device__ __forceinline__ int place(int row, int chunk) {
   return row * kPitch + (chunk ^ (kByInner ? row % 2 * 4 : row / 4 % 4 * 2)) * 4;
 }
 
-// Asks for kTile x kDepth numbers, of which `across` x `inner` are there; the others are zeros.
+// What a thread asks for of kTile x kDepth numbers at a time: a chunk of 16 bytes of every kStep-th row.
 template <bool kByInner, int kTile, int kThreads>
-__device__ __forceinline__ void fetch(const float* from, long long stride, int across, int inner, float* to) {
-  constexpr int kChunks = (kByInner ? kDepth : kTile) / 4;
-#pragma unroll
-  for (int i = 0; i < kTile * kDepth / 4; i += kThreads) {
-    const int row = (i + int(threadIdx.x)) / kChunks, chunk = (i + int(threadIdx.x)) % kChunks;
-    const int rows = kByInner ? across : inner, numbers = (kByInner ? inner : across) - chunk * 4;
-    const int bytes = row < rows && numbers > 0 ? (numbers < 4 ? numbers : 4) * 4 : 0;
-    const float* const at = bytes > 0 ? from + row * stride + chunk * 4 : from;
-    copy_async_padded(to + place<kByInner, kTile>(row, chunk), at, bytes);
+struct Copies {
+  static constexpr int kChunks = (kByInner ? kDepth : kTile) / 4, kStep = kThreads / kChunks;
+  static constexpr int kCount = kTile * kDepth / 4 / kThreads;
+  const float* from;    // of the first row, at the begin of the inner dimension
+  long long row, next;  // between its rows, between what it asks for at a time
+  int first, chunk;     // its first row and its chunk
+  int across;           // numbers that are there across the inner dimension
+
+  __device__ __forceinline__ Copies(const float* data, long long stride, int begin, int numbers)
+      : row(kStep * stride),
+        next(kByInner ? kDepth : kDepth * stride),
+        first(threadIdx.x / kChunks),
+        chunk(threadIdx.x % kChunks),
+        across(numbers) {
+    from = data + (kByInner ? begin * stride : begin) + first * stride + chunk * 4;
   }
-}
+
+  // Those from number `turn` * kDepth of the inner dimension on, of which `inner` are there; the others are zeros.
+  __device__ __forceinline__ void ask(int turn, int inner, float* to) const {
+    const float* at = from + turn * next;
+    const int rows = kByInner ? across : inner, numbers = (kByInner ? inner : across) - chunk * 4;
+    const int bytes = numbers <= 0 ? 0 : numbers < 4 ? numbers * 4 : 16;
+    // place(first + i * kStep, chunk): rows that are 8 apart have their chunks swapped by 4, or the same way.
+    static_assert(kStep % 8 == 0);
+    constexpr int kPitch = kByInner ? kDepth : kTile, kSwapped = kByInner ? 0 : kStep / 4 % 4 * 2;
+    const int place_of_first = place<kByInner, kTile>(first, chunk),
+              other = place<kByInner, kTile>(first, chunk ^ kSwapped);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const bool is = first + i * kStep < rows && bytes > 0;
+      copy_async_padded(to + i * kStep * kPitch + (i % 2 == 0 ? place_of_first : other), is ? at : from,
+                        is ? bytes : 0);
+      at += row;
+    }
+  }
+};
 
 // Four by four numbers of this lane: of 16 of the inner dimension, from `inner` on, its four, of four rows each that
 // are kApart apart, or neighbours; [row][inner].
@@ -74,11 +99,16 @@ __device__ __forceinline__ void read(const float* stage, int begin, int inner, f
   }
 }
 
-__device__ __forceinline__ u32 high_of(float x) {
-  return cut_tf32(__float_as_uint(x));
-}
-__device__ __forceinline__ u32 low_of(float x) {
-  return __float_as_uint(x - __uint_as_float(high_of(x)));
+// Where a fragment's registers do not come from one load, high is rounded: cut off it is the same to the tensor cores
+// as x, which the compiler then moves into place again and again.
+template <bool kTogether>
+__device__ __forceinline__ void split(float x, u32& high, u32& low) {
+  if constexpr (kTogether) {
+    high = cut_tf32(__float_as_uint(x));
+    low = __float_as_uint(x - __uint_as_float(high));
+  } else {
+    split_tf32(x, high, low);
+  }
 }
 
 template <bool kLeftByInner, bool kRightByInner>
@@ -108,20 +138,17 @@ __global__ void __launch_bounds__(kWarpsAcross* kWarpsAcross * 32, kWarpsAcross 
   const int all = int(p.inner), chunks = (all + kDepth - 1) / kDepth;
   const int first = int(static_cast<long long>(chunks) * piece / pieces),
             end = int(static_cast<long long>(chunks) * (piece + 1) / pieces);
-  const long long left_stride = p.left.stride, right_stride = p.right.stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, fourth = lane / 4, in_fourth = lane % 4;
   const int down = warp / kWarpsAcross * kWarpTile, across = warp % kWarpsAcross * kWarpTile;
 
+  const Copies<kLeftByInner, kTile, kThreads> lefts(p.left.data, p.left.stride, top, rows);
+  const Copies<kRightByInner, kTile, kThreads> rights(p.right.data, p.right.stride, begin, columns);
   const auto ask = [&](int chunk) {
     if (chunk < end) {
       float* const to = shared + chunk % kStages * 2 * kSide;
-      const long long k = static_cast<long long>(chunk) * kDepth;
       const int inner = min(kDepth, all - chunk * kDepth);
-      fetch<kLeftByInner, kTile, kThreads>(p.left.data + (kLeftByInner ? top * left_stride + k : k * left_stride + top),
-                                           left_stride, rows, inner, to);
-      fetch<kRightByInner, kTile, kThreads>(
-          p.right.data + (kRightByInner ? begin * right_stride + k : k * right_stride + begin), right_stride, columns,
-          inner, to + kSide);
+      lefts.ask(chunk, inner, to);
+      rights.ask(chunk, inner, to + kSide);
     }
     copy_commit();
   };
@@ -147,10 +174,9 @@ __global__ void __launch_bounds__(kWarpsAcross* kWarpsAcross * 32, kWarpsAcross 
         for (int k = 0; k < 2; ++k) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            a_high[i / 2][i % 2 + 2 * k] = high_of(a[i][2 * step + k]);
-            a_low[i / 2][i % 2 + 2 * k] = low_of(a[i][2 * step + k]);
-            b_high[i][k] = high_of(b[i][2 * step + k]);
-            b_low[i][k] = low_of(b[i][2 * step + k]);
+            const int at = i % 2 + 2 * k;
+            split<false>(a[i][2 * step + k], a_high[i / 2][at], a_low[i / 2][at]);
+            split<kRightByInner>(b[i][2 * step + k], b_high[i][k], b_low[i][k]);
           }
         }
         // The small products first, and between two to the same sum all others.
