@@ -3,6 +3,7 @@ maps. Where there are, the backward pass is what it is on one rank, a scan over 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ class _Slice(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if direction.halves:
             found = _back_in_halves(
-                direction, grad_output, grad_end, input, start, output, cells, gates, weights, [needed[1], *needed[3:]]
+                direction, grad_output, grad_end, input, start, output, cells, gates, weights, needed[1:]
             )
             grad_input, grad_state, *grad_weights = found
             if direction.reverse:
@@ -149,9 +150,11 @@ class _Slice(torch.autograd.Function):
 
 def _back_in_halves(
     direction: Direction, grad_output: Tensor, grad_end: Tensor, input: Tensor, start: Tensor, output: Tensor,
-    cells: Tensor, gates: Tensor, weights: list[Tensor], wanted: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of the input, of the state before the whole, zeros but on rank 0, and of the weights."""
+    cells: Tensor, gates: Tensor, weights: list[Tensor], needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the input, of the state before the whole, zeros but on rank 0 and None where it is not needed, and
+    of the weights."""
+    of_input, of_state, *of_weights = needed
     ranks, (T, B, _), (states, _, H) = direction.ranks, input.shape, start.shape
     h, *c = start.unsqueeze(1).unbind()
     known = (input, h, c[0] if c else None, weights, output, cells, gates)
@@ -168,14 +171,16 @@ def _back_in_halves(
     # From the last step of the whole to the first.
     order = ranks.rank if direction.reverse else ranks.size - 1 - ranks.rank
     entered, end, _, _ = torch.ops.weft.slice_states(gathered, value, order, not direction.reverse, B, True)
-    left, first = (t.view(B, states, H).transpose(0, 1).contiguous() for t in (entered, end))
-    grad_start = first if ranks.rank == 0 else torch.zeros_like(first)
+    left = entered.view(B, states, H).transpose(0, 1).contiguous()
+    grad_start = None
+    if of_state:
+        grad_start = end.view(B, states, H).transpose(0, 1) if ranks.rank == 0 else torch.zeros_like(left)
     if T == 0:
         return torch.zeros_like(input), grad_start, *(torch.zeros_like(w) for w in weights)
     grad_h, *grad_c = left.unsqueeze(1).unbind()
     grads = _slice_backward(
         maps, grad_output, grad_h, grad_c[0] if c else None, *known, chunks, cell=direction.cell,
-        output_mask=[wanted[0], False, False, *wanted[1:]],
+        output_mask=[of_input, False, False, *of_weights],
     )  # fmt: skip
     return grads[0], grad_start, *grads[3:]
 
