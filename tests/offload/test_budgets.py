@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from weft import _C
 from weft._offload import planning
 from weft._offload.memory import host_memory
-from weft._offload.pace import Pace
+from weft._offload.pace import SHARES, Pace
 from weft._offload.planning import Memory, Planner
 from weft._offload.timelines import at_pace, timeline_of, with_densities
 from weft.offloading import Link, Saved, Timeline, offload
@@ -443,10 +444,11 @@ def test_a_plan_ends_with_its_object() -> None:
     planner.append(Planner(engine, None, None, "copy", 0))
     moves = planner[0].planned(timeline_of(RAW), [(8, 4, True)], (), None, Link()).plan.moves
     assert len(moves) == 1
-    planner[0]._make(0, timeline_of(RAW), [(8, 4, True)], (), None, Link(), 1.0)
+    rest = functools.partial(planner[0]._rest, 3, Memory())
+    planner[0]._make(0, timeline_of(RAW), [(8, 4, True)], (), None, Link(), 1.0, rest)
     assert engine.asked == [8] and engine.closed
     engine = Engine(lambda: False)  # the system refuses
-    Planner(engine, None, None, "copy", 0)._make(0, timeline_of(RAW), [(8, 4, True)], (), None, None, 1.0)
+    Planner(engine, None, None, "copy", 0)._make(0, timeline_of(RAW), [(8, 4, True)], (), None, None, 1.0, rest)
     assert engine.asked == [8]
 
 
@@ -523,12 +525,15 @@ def test_what_hides_is_not_told_from_a_first_step(
 
 
 def test_pinning_rests_and_ends_with_its_object() -> None:
-    planner = Planner(Engine(), None, None, "copy", 0)
+    planner, memory = Planner(Engine(), None, None, "copy", 0), Memory()
     began = time.monotonic()
-    assert planner._rest(3, 0.02) and 0.06 <= time.monotonic() - began < 10
+    assert planner._rest(3, memory, 0.02) and 0.06 <= time.monotonic() - began < 10
+    memory.pace.share = None  # it has stepped aside
+    assert not planner._rest(1000, memory, 1.0)
+    memory.pace.share = SHARES[0]
     closing = threading.Timer(0.1, planner.close)
     closing.start()
-    assert not planner._rest(1000, 1.0) and time.monotonic() - began < 60
+    assert not planner._rest(1000, memory, 1.0) and time.monotonic() - began < 60
     closing.join()
 
 
@@ -539,4 +544,15 @@ def test_pinning_is_slower_beside_a_step_that_hooks_slow(monkeypatch: pytest.Mon
         memory = Memory()
         memory.pace.slowdown = slowdown
         Planner(Engine(), None, None, "copy", 0).plan_from(memory, finished_use(1))
-    assert [make.args[-1] for make in made] == [3, 19]
+    assert [make.args[-1].args[0] for make in made] == [3, 19]
+
+
+def test_plans_do_not_outlive_an_object_that_steps_aside() -> None:
+    memory = Memory()
+    memory.planned[0] = memory.waiting[0] = None
+    for share, kept in ((SHARES[0], True), (None, True), (None, False)):
+        memory.pace.share = share
+        memory.pace._aside += 0 if kept else 1000
+        memory.try_again()
+        assert bool(memory.planned) == bool(memory.waiting) == kept
+    assert memory.pace.share == SHARES[0] and not memory.pace.tried

@@ -198,7 +198,7 @@ class offload:
             capturing = on_cuda and torch.cuda.is_current_stream_capturing()
             may_move = not capturing and (on_cuda or self._backend == "reference")
             yields = self._planner.yields
-            memory.pace = memory.pace.after()
+            memory.try_again()
             trying = yields and may_move and not memory.pace.tried
             if may_move and not trying and memory.pace.share is not None:
                 self._planner.plan(memory)

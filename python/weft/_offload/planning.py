@@ -104,6 +104,14 @@ class Memory:
     slow: int = 0
     """Uses in a row that waited for the system to allocate host memory, so that their times mean little."""
 
+    def try_again(self) -> None:
+        """Where it has been aside for long: without the plans of before, whose host memory may be missing."""
+        pace = self.pace.after()
+        if pace is not self.pace:
+            self.pace = pace
+            self.planned.clear()
+            self.waiting.clear()
+
 
 @dataclass
 class Entered:
@@ -235,7 +243,8 @@ class Planner:
             ):
                 share = memory.pace.share or SHARES[-1]
                 rests = _RESTS if (memory.pace.slowdown or 0.0) <= _NOTHING else _LONG_RESTS
-                make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share, rests)
+                rest = functools.partial(self._rest, rests, memory)
+                make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share, rest)
                 more = dict(known=known, detailed=detailed, paced=paced)
                 if self.yields:
                     if like is not None and like.share != share:  # which slows the step
@@ -281,21 +290,21 @@ class Planner:
         seconds: tuple[float, float] | None,
         link: Link | None,
         share: float,
-        rests: int = _RESTS,
+        rest: Callable[[float], bool],
     ) -> Planned:
         """A plan for a device. Without a budget its host memory is there: a step that waited for the system would be
         several times as long."""
         made = self.planned(timeline, first, signature, seconds, link or self._measured(device), share)
         if self.yields:
             for bytes in self.engine.missing_host([first[move.tensor][:2] for move in made.plan.moves]):
-                if not self.engine.add_host(device, bytes, functools.partial(self._rest, rests)):
+                if not self.engine.add_host(device, bytes, rest):
                     break
         return made
 
-    def _rest(self, times: int, seconds: float) -> bool:
-        """After so many seconds in which others may have waited; whether what is made is still wanted."""
+    def _rest(self, times: int, memory: Memory, seconds: float) -> bool:
+        """After so many seconds in which others may have waited; whether what is made for it is still wanted."""
         end = time.monotonic() + times * seconds
-        while not self._closed and threading.main_thread().is_alive():
+        while not self._closed and threading.main_thread().is_alive() and memory.pace.share is not None:
             left = end - time.monotonic()
             if left <= 0:
                 return True
