@@ -34,6 +34,9 @@ J = [torch.zeros(3, 10, 5), torch.zeros(3, 20, 10)]  # transposed, last layer fi
         (lambda: linear_scan(A, A, c=[1]), "^linear_scan: c must be a Tensor, got list"),
         (lambda: pointwise_scan(H0, step, A), "^pointwise_scan: step must be callable, got Tensor"),
         (lambda: pointwise_scan(step, 0, A), "^pointwise_scan: init must be a Tensor or a tuple of Tensors, got int"),
+        (lambda: pointwise_scan(step, H0.to_sparse(), A), r"^pointwise_scan: init is sparse .*init.to_dense\(\)"),
+        (lambda: pointwise_scan(step, H0, (A, A.to_sparse())), r"^pointwise_scan: inputs\[1\] is sparse"),
+        (lambda: chain_backward(x(3, 5).to_sparse(), J), r"^chain_backward: grad is sparse .*grad.to_dense\(\)"),
         (lambda: pointwise_scan(step, H0, A[0]), r"^pointwise_scan: inputs must be \(T, 2, 4\), time and the shape of"),
         (
             lambda: pointwise_scan(step, H0, A.transpose(0, 1)),
@@ -111,3 +114,5 @@ W = torch.ones(4, requires_grad=True)
 def test_a_nested_tensor_in_a_scan():
     nested = torch.nested.nested_tensor([x(5, 4), x(3, 4)], layout=torch.jagged)
     refused(lambda: linear_scan(nested, nested), "^linear_scan: A is a NestedTensor, which it does not take")
+    refused(lambda: pointwise_scan(step, H0, nested), "^pointwise_scan: inputs is a NestedTensor, which it does not")
+    refused(lambda: chain_backward(x(2, 4), [nested]), r"^chain_backward: jacobians\[0\] is a NestedTensor, which it")

@@ -198,6 +198,13 @@ def test_torch_sparse_csr_and_back(batch: int | None, index: torch.dtype, device
         assert torch.equal(again.to_dense(), J.to_dense()) and again.col.dtype == index
 
 
+def test_what_is_not_dense_is_refused() -> None:
+    J, x = random_csr(4, 5), torch.ones(5, 5).to_sparse()
+    for call in (lambda: J @ x, lambda: J.mv(x), lambda: J.with_values(x), lambda: BatchedCSR.from_dense(x)):
+        with pytest.raises(TypeError, match=r"^BatchedCSR.*is sparse \(sparse_coo\)"):
+            call()
+
+
 def test_samples_with_different_patterns_are_refused() -> None:
     dense = torch.tensor([[[1.0, 0]], [[0, 1.0]]])
     with pytest.raises(ValueError, match="one pattern"):

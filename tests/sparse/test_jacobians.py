@@ -363,6 +363,7 @@ def test_empty_sizes(device: str) -> None:
 
 w4 = torch.zeros(4, 2, 3, 3)
 BAD = {
+    "weight is sparse": (lambda: linear_jacobian(torch.ones(2, 3).to_sparse()), TypeError, "weight is sparse"),
     "weight is no tensor": (lambda: conv2d_jacobian([1.0], (2, 4, 4)), TypeError, "weight must be a Tensor"),
     "integer weight": (lambda: conv2d_jacobian(w4.long(), (2, 4, 4)), TypeError, "weight must be float16"),
     "weight of rank 3": (lambda: conv2d_jacobian(w4[0], (2, 4, 4)), ValueError, "4 dimensions"),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _C
 from .._base import costs as gpu_costs
+from .._base.arguments import check_dense
 from .._base.torch_private import differentiated_by_transform
 from .._sparse import BatchedCSR, MatmulPlan, Pattern, count_flops, full_pattern, planned
 from .schedule import SCHEDULES, levels_of
@@ -390,6 +391,7 @@ def chain_backward(
     Source: BPPSA, section 3, MLSys 2020.
     """
     check_tensor("chain_backward", "grad", grad)
+    check_dense("chain_backward", "grad", grad, "give one tensor")
     if not isinstance(jacobians, Iterable):
         raise TypeError(f"chain_backward: jacobians must be a list of Tensors, got {type(jacobians).__name__}")
     jacobians = list(jacobians)
@@ -397,7 +399,8 @@ def chain_backward(
     for position, jacobian in enumerate(jacobians):
         if not isinstance(jacobian, BatchedCSR):
             check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
-            if jacobian.layout == torch.strided:
+            if jacobian.layout == torch.strided or jacobian.is_nested:
+                check_dense("chain_backward", f"jacobians[{position}]", jacobian, "give one tensor")
                 continue
             jacobians[position] = _compressed(position, jacobian)
         sparse = True

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base.arguments import check_dense
 from .._base.rules import widest
 from .._base.torch_private import any_autocast, differentiated_by_transform, in_transform
 from . import tuned
@@ -19,6 +20,7 @@ __all__ = ["ALGORITHMS", "Call", "checked", "pointwise_scan", "pointwise_scan_re
 ALGORITHMS = ("auto", "walk", "newton", "reference")
 MAX_STATES, MAX_TENSORS = 8, 64
 """Of csrc/scan/pointwise/program.h; more run as the reference."""
+_ONE = "give sequences of one length"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _pointwise_scan = torch.ops.weft.pointwise_scan.default
@@ -253,12 +255,14 @@ def _named(name: str, i: int, alone: bool) -> str:
 
 def _tensors(op: str, name: str, value: object, may_be_empty: bool = False) -> list[Tensor]:
     if isinstance(value, Tensor):
+        check_dense(op, name, value, _ONE)
         return [value]
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{op}: {name} must be a Tensor or a tuple of Tensors, got {type(value).__name__}")
     for i, t in enumerate(value):
         if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name}[{i}] must be a Tensor, got {type(t).__name__}")
+        check_dense(op, f"{name}[{i}]", t, _ONE)
     if not value and not may_be_empty:
         raise ValueError(f"{op}: {name} must not be empty")
     return list(value)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._base.arguments import check_dense
 from .._base.torch_private import differentiated_by_transform, parse_to
 from .pattern import INT32_MAX, Matrix, Pattern, index_dtype, version
 from .plan import plan_matmul
@@ -27,6 +28,8 @@ _of_torch: weakref.WeakValueDictionary[tuple, Pattern] = weakref.WeakValueDictio
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"BatchedCSR: {name} must be a Tensor, got {type(value).__name__}")
+    if name != "tensor":  # which is sparse
+        check_dense("BatchedCSR", name, value, "give one tensor")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -321,6 +324,7 @@ class BatchedCSR(Matrix):
     def _check_operand(self, op: str, x: object) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"BatchedCSR.{op}: the right operand must be a Tensor, got {type(x).__name__}")
+        check_dense(f"BatchedCSR.{op}", "the right operand", x, "give one tensor")
         if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"BatchedCSR.{op}: the right operand must have the dtype {self.dtype}, got {x.dtype}")
         if x.device != self.device:

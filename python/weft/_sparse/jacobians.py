@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._base.arguments import check_dense
 from .._base.torch_private import differentiated_by_transform
 from . import windows as _windows
 from .csr import DTYPES, BatchedCSR, gather
@@ -69,6 +70,7 @@ def _dtype(op: str, dtype: torch.dtype | None) -> torch.dtype:
 def _check_floating(op: str, name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(t).__name__}")
+    check_dense(op, name, t, "give one tensor")
     if t.dtype not in DTYPES:
         raise TypeError(f"{op}: {name} must be float16, bfloat16, float32 or float64, got {t.dtype}")
 
