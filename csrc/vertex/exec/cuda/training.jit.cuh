@@ -116,21 +116,39 @@ static_assert(2 * kSide * kStages * 4 <= weft::vertex::kOuterShared);
 static_assert(kRowParts * kTile * kPartialPitch * 4 <= weft::vertex::kOuterShared);
 static_assert(kTile / 32 * (kTile / 32) * kRowParts == kTrainingWarps && kDepth == 8 * kRowParts);
 
-// Asks for kDepth rows of kTile columns from `column` on, zeros beyond the last row and column.
+// What a thread asks for of kDepth rows of kTile columns from `column` on: four neighbours; zeros beyond the last row
+// and column. Of the next rows at each call.
 template <int kWidth>
-__device__ __forceinline__ void fetch(const float* rows, long long stride, int count, int column, float* to) {
-  for (int i = threadIdx.x; i < kDepth * kTile / 4; i += kPersistentThreads) {
-    const int row = i / (kTile / 4), c = i % (kTile / 4) * 4;
-    float* const there = to + row * kPitch + c;
-    const float* const from = rows + row * stride + column + c;
+struct Rows {
+  static_assert(kDepth * kTile / 4 == kPersistentThreads);
+  const float* from;
+  long long next;
+  int row, place, columns;  // those that are there from its first on
+
+  __device__ __forceinline__ Rows(const float* rows, long long stride, int column)
+      : next(kDepth * stride), row(threadIdx.x / (kTile / 4)) {
+    const int c = threadIdx.x % (kTile / 4) * 4;
+    from = rows + row * stride + column + c;
+    place = row * kPitch + c;
+    columns = kWidth - column - c;
+  }
+  __device__ __forceinline__ void ask(int count, float* to) {
     if constexpr (kWidth % 4 == 0) {
-      const bool is = row < count && column + c < kWidth;
-      weft::copy_async_padded(there, is ? from : rows, is ? 16 : 0);
+      weft::copy_async_padded(to + place, from, row < count && columns > 0 ? 16 : 0);
     } else {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) there[e] = row < count && column + c + e < kWidth ? from[e] : 0.0f;
+      for (int e = 0; e < 4; ++e) to[place + e] = row < count && e < columns ? from[e] : 0.0f;
     }
+    from += next;
   }
+};
+
+// An element of it, one by one: an infinity is NaN on the tensor cores.
+__device__ __noinline__ float one_by_one(const float* left, const float* right, long long left_stride,
+                                         long long right_stride, int count) {
+  float sum = 0.0f;
+  for (int i = 0; i < count; ++i) sum = fmaf(left[i * left_stride], right[i * right_stride], sum);
+  return sum;
 }
 
 // The gradient of a matrix: `left`, transposed, @ `right`, over rows [first, first + count). Element (column of left,
@@ -150,17 +168,27 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
   const int chunks = (count + kDepth - 1) / kDepth;
   each_unit<kTurn, kDown * kAcross>([&](int unit) {
     const int top = unit / kAcross * kTile, begin = unit % kAcross * kTile;
+    Rows<kLeft> of_left(lefts, left.stride, top);
+    Rows<kRight> of_right(rights, right.stride, begin);
     const auto ask = [&](int chunk) {
       if (chunk < chunks) {
         float* const to = shared + chunk % kStages * 2 * kSide;
-        const int row = chunk * kDepth;
-        fetch<kLeft>(lefts + row * left.stride, left.stride, count - row, top, to);
-        fetch<kRight>(rights + row * right.stride, right.stride, count - row, begin, to + kSide);
+        of_left.ask(count - chunk * kDepth, to);
+        of_right.ask(count - chunk * kDepth, to + kSide);
       }
       weft::copy_commit();
     };
     for (int chunk = 0; chunk < kStages - 1; ++chunk) ask(chunk);
-    float d[2][4][4] = {};
+    float sums[2][4][4] = {}, d[2][4][4] = {};
+    // Tensor cores cut sums off instead of rounding them, so that they leave them in time.
+    const auto add_up = [&] {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        float& of = d[i / 16][i / 4 % 4][i % 4];
+        sums[i / 16][i / 4 % 4][i % 4] += of;
+        of = 0.0f;
+      }
+    };
     for (int chunk = 0; chunk < chunks; ++chunk) {
       weft::copy_wait<kStages - 2>();
       __syncthreads();
@@ -172,8 +200,7 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
         const auto x = *reinterpret_cast<const FourOf<float>*>(stage + k * 4 * kPitch + down + fourth * 4);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          a_high[e / 2][k * 2 + e % 2] = weft::cut_tf32(__float_as_uint(x.x[e]));
-          a_low[e / 2][k * 2 + e % 2] = weft::cut_off_tf32(__float_as_uint(x.x[e]));
+          weft::split_tf32(x.x[e], a_high[e / 2][k * 2 + e % 2], a_low[e / 2][k * 2 + e % 2]);
         }
       }
       u32 b_high[4][2], b_low[4][2];
@@ -181,10 +208,7 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
       for (int k = 0; k < 2; ++k) {
         const auto x = *reinterpret_cast<const FourOf<float>*>(stage + kSide + k * 4 * kPitch + across + fourth * 4);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          b_high[e][k] = weft::cut_tf32(__float_as_uint(x.x[e]));
-          b_low[e][k] = weft::cut_off_tf32(__float_as_uint(x.x[e]));
-        }
+        for (int e = 0; e < 4; ++e) weft::split_tf32(x.x[e], b_high[e][k], b_low[e][k]);
       }
       // The small products first, and between two to the same sum all others.
 #pragma unroll
@@ -197,7 +221,9 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
           }
         }
       }
+      if (chunk % 8 == 7) add_up();
     }
+    add_up();
     weft::copy_wait<0>();
     __syncthreads();
 #pragma unroll
@@ -206,7 +232,7 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
       for (int i = 0; i < 4; ++i) {
         const int row = down + fourth * 4 + m * 2 + i / 2, column = across + (in_fourth * 2 + i % 2) * 4;
         *reinterpret_cast<FourOf<float>*>(shared + (part * kTile + row) * kPartialPitch +
-                                          column) = {{d[m][0][i], d[m][1][i], d[m][2][i], d[m][3][i]}};
+                                          column) = {{sums[m][0][i], sums[m][1][i], sums[m][2][i], sums[m][3][i]}};
       }
     }
     __syncthreads();
@@ -219,6 +245,10 @@ __device__ __noinline__ void outer(const BufferArgument& left, const BufferArgum
       g[i] = 0.0f;
 #pragma unroll
       for (int p = 0; p < kRowParts; ++p) g[i] += shared[(p * kTile + row_of_tile(i)) * kPartialPitch + column];
+      const int row = top + row_of_tile(i);
+      if (g[i] != g[i] && row < kLeft && begin + column < kRight) {
+        g[i] = one_by_one(lefts + row, rights + begin + column, left.stride, right.stride, count);
+      }
     }
     add_terms<kFirst, kLast>(
         update,
