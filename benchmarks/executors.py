@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -31,16 +32,19 @@ from benchmarks.fitting import error, fit, rounded
 from benchmarks.level_loops import treebank
 
 CASES = [
-    *(("treelstm", H, B) for H in (128, 256, 512) for B in (1, 4, 25, 64, 256)),
+    *(("treelstm", H, B) for H in (128, 256, 512, 1024) for B in (1, 4, 25, 64, 256)),
     *((name, None, B) for name in ("rvnn", "td-rnn", "td-lstm", "bilstm") for B in (1, 4, 16, 64, 128)),
 ]
 """Nets, hidden sizes (None: the net's), batches."""
 TREES, SENTENCES = 700, 400
-PERSISTENT, BATCHED = (
-    ("level", "product", "multiplication", "kilobyte"),
-    ("pass", "meeting", "tail", "launch", "product"),
-)
+TYPES = ("float32", "bfloat16")
+"""Of parameters and inputs."""
+PERSISTENT, BATCHED = persistent.PERSISTENT, persistent.BATCHED
 HOST = ("call", "launch", "task")
+ENDS = ("", ".half")
+"""Of the names of their costs."""
+SHARED_LIMIT = 232448
+"""Bytes of shared memory of a block, of an H100 and an H200."""
 
 
 class Timed(NamedTuple):
@@ -59,6 +63,7 @@ class Timed(NamedTuple):
     host_persistent: float
     """On graphs that were never seen, put together and sent to the device."""
     host_batched: float
+    dtype: str = "float32"
 
 
 class Problem:
@@ -69,12 +74,14 @@ class Problem:
         H: its hidden size.
         B: graphs in a batch.
         device: ``"cuda"`` or ``"cpu"``.
+        dtype: one of :data:`TYPES`.
     """
 
-    def __init__(self, name: str, H: int | None, B: int, device: str) -> None:
+    def __init__(self, name: str, H: int | None, B: int, device: str, dtype: str = "float32") -> None:
         self.training = nets.Training(name, _data(name), B, device, H)
+        self.training.cell.to(getattr(torch, dtype))
         self.graphs, x, _ = self.training.batch()
-        self.x = x.detach().requires_grad_()
+        self.x = x.detach().to(getattr(torch, dtype)).requires_grad_()
         self.leaves = [self.x, *self.training.cell.parameters()]
 
     def run(self, executor: str, graphs: Graphs | None = None) -> Sequence[Tensor]:
@@ -123,23 +130,23 @@ def kernels_us(replay: Callable[[], Any]) -> float:
 def measured(seconds: float) -> Iterator[Timed]:
     """The cases that the time is enough for, some of every net first; those that the persistent executor runs."""
     deadline = time.perf_counter() + seconds
-    for name, H, B in CASES[::3] + CASES[1::3] + CASES[2::3]:
+    for (name, H, B), dtype in itertools.product(CASES[::3] + CASES[1::3] + CASES[2::3], TYPES):
         if time.perf_counter() > deadline:
             return
-        problem = Problem(name, H, B, "cuda")
+        problem = Problem(name, H, B, "cuda", dtype)
         cell, graphs = problem.training.cell, problem.graphs
         if weft.explain(cell, graphs, problem.x, executor="persistent").executor != "persistent":
             continue
         replays, times = {}, {}
         for executor in ("persistent", "batched"):
-            own = Problem(name, H, B, "cuda")  # a capture must not meet leaves of a graph on another stream
+            own = Problem(name, H, B, "cuda", dtype)  # a capture must not meet leaves of a graph on another stream
             replays[executor] = captured(functools.partial(own.run, executor))
         times = measure({e: Candidate(lambda _, r=replay: r()) for e, replay in replays.items()}, "cuda", at_most=0.1)
         hosts = {e: host_us(functools.partial(problem.run_fresh, e)) for e in replays}
         chosen = persistent.geometry(problem.compiled, graphs, graphs.device)
         yield Timed(
             name, H, B, chosen.parts, kernels_us(replays["persistent"]), *(1e3 * times[e] for e in replays),
-            *hosts.values(),
+            *hosts.values(), dtype,
         )  # fmt: skip
 
 
@@ -153,20 +160,19 @@ class Amounts(NamedTuple):
 
 
 @functools.cache
-def amounts(name: str, H: int | None, B: int, parts: int, processors: int) -> Amounts:
+def amounts(name: str, H: int | None, B: int, parts: int, processors: int, dtype: str = "float32") -> Amounts:
     """Of a case on a device with so many multiprocessors."""
-    problem = Problem(name, H, B, "cpu")
+    problem = Problem(name, H, B, "cpu", dtype)
     compiled, graphs = problem.compiled, problem.graphs
     most = processors // parts
     blocks = max(_C.partition(compiled.program, which, most)[0] for which in (0, 1))
     groups = processors // blocks if parts > 1 else 1
-    # As csrc/vertex/exec/expected.cpp has it.
-    filled = groups if len(graphs) >= 4 * groups else 0.4 + 0.6 * min(groups, len(graphs))
-    rows = graphs.num_levels + graphs.num_edges / max(1, graphs.num_slots) / (8 * filled)
+    few, eights = _C.group_amounts(graphs._core, groups)
     own = {"level": 2.0 * graphs.num_levels}
-    for amount in persistent.row_amounts(compiled, blocks):
+    rows = persistent.row_amounts(compiled, most, SHARED_LIMIT)
+    for often, amount in zip((eights, eights, few, few), rows, strict=True):
         for what, n in amount.items():
-            own[what] = own.get(what, 0.0) + rows * n
+            own[what] = own.get(what, 0.0) + often * n
     others = dict(zip(BATCHED, _C.batched_amounts(compiled.program, graphs._core, True), strict=True))
     tasks = 2.0 * min(groups, len(graphs)) * graphs.num_levels
     return Amounts(
@@ -178,19 +184,23 @@ def amounts(name: str, H: int | None, B: int, parts: int, processors: int) -> Am
 
 
 def tables_of(timed: Sequence[Timed], processors: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The costs of persistent kernels, of the batched executor and of the host, where enough was measured."""
-    found = [amounts(t.name, t.H, t.B, t.parts, processors) for t in timed]
-    # What both spend besides the frontiers is the same.
-    others = [t.batched - (t.persistent - t.kernels) for t in timed]
-    yield from _table("vertex.persistent", PERSISTENT, [a.persistent for a in found], [t.kernels for t in timed])
-    kept = [i for i, us in enumerate(others) if us > 0]
-    yield from _table("vertex.batched", BATCHED, [found[i].batched for i in kept], [others[i] for i in kept])
+    """The costs of persistent kernels and of the batched executor, by types, and of the host, where enough was
+    measured."""
+    found = [amounts(t.name, t.H, t.B, t.parts, processors, t.dtype) for t in timed]
+    for dtype, end in zip(TYPES, ENDS, strict=True):
+        own = [i for i, t in enumerate(timed) if t.dtype == dtype]
+        # What both spend besides the frontiers is the same.
+        others = {i: timed[i].batched - (timed[i].persistent - timed[i].kernels) for i in own}
+        kernels = [timed[i].kernels for i in own]
+        yield from _table(f"vertex.persistent{end}", PERSISTENT, [found[i].persistent for i in own], kernels)
+        kept = [i for i, us in others.items() if us > 0]
+        yield from _table(f"vertex.batched{end}", BATCHED, [found[i].batched for i in kept], [others[i] for i in kept])
     hosts = [a.host_persistent for a in found] + [a.host_batched for a in found]
     times = [t.host_persistent for t in timed] + [t.host_batched for t in timed]
     yield from _table("vertex.host", HOST, hosts, times, "fixed")
 
 
-_GOES_WITH = {"multiplication": "clock", "tail": "chip", "product": "chip"}
+_GOES_WITH = {"tail": "chip", "product": "chip", "weights": "chip"}
 """What constants go with on another GPU, else with the clock; of a persistent kernel, whose blocks are its own, all."""
 
 
@@ -203,7 +213,8 @@ def _table(
     expected = [sum(constants[n] * f[n] for n in names) for f in features]
     table: dict[str, Any] = {"from": f"{len(times)} calls with their backward passes, {error(expected, times)}"}
     for n, constant in constants.items():
-        goes_with = kind or ("clock" if name == "vertex.persistent" else _GOES_WITH.get(n, "clock"))
+        own = name.startswith("vertex.persistent")
+        goes_with = kind or ("clock" if own else _GOES_WITH.get(n, "clock"))
         table.setdefault(goes_with, {})[n] = constant
     yield name, table
 
@@ -217,8 +228,10 @@ def lost(timed: Sequence[Timed], tables: Tables, processors: int) -> float:
 
     taken = []
     for t in timed:
-        a = amounts(t.name, t.H, t.B, t.parts, processors)
-        first = us("vertex.persistent", a.persistent) < us("vertex.batched", a.batched)
+        a, end = amounts(t.name, t.H, t.B, t.parts, processors, t.dtype), ENDS[TYPES.index(t.dtype)]
+        if f"vertex.persistent{end}" not in tables or f"vertex.batched{end}" not in tables:
+            continue
+        first = us(f"vertex.persistent{end}", a.persistent) < us(f"vertex.batched{end}", a.batched)
         taken.append((t.persistent if first else t.batched) / min(t.persistent, t.batched))
     return statistics.mean(taken) - 1
 
@@ -244,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = dict(tables_of(timed, processors))
     for name, table in tables.items():
         print(name, json.dumps(table))
-    if len(tables) == 3:
+    if "vertex.persistent" in tables and "vertex.batched" in tables:
         print(f"the choice loses {lost(timed, tables, processors):.1%} in CUDA graphs")
 
 

@@ -250,26 +250,36 @@ def _trees() -> nets.Data:
     return nets.Data(graphs, [torch.tensor(tree.labels) for tree in trees], 10)
 
 
-def _call(name: str, H: int, B: int) -> executors.Timed:
+def _call(name: str, H: int, B: int, dtype: str = "float32") -> executors.Timed:
     """By costs of 2 each, what others do besides 100, the host's 3."""
-    a = executors.amounts.__wrapped__(name, H, B, 1, 66)
+    a = executors.amounts.__wrapped__(name, H, B, 1, 66, dtype)
     own, other = (2.0 * sum(amount.values()) for amount in (a.persistent, a.batched))
     hosts = (3.0 * sum(amount.values()) for amount in (a.host_persistent, a.host_batched))
-    return executors.Timed(name, H, B, 1, own, own + 100, other + 100, *hosts)
+    return executors.Timed(name, H, B, 1, own, own + 100, other + 100, *hosts, dtype)
 
 
 def test_costs_of_executors_are_fitted_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(executors, "_data", lambda name: _trees())
     executors.amounts.cache_clear()
-    timed = [_call("treelstm", H, B) for H in (16, 32, 64) for B in (1, 4, 16, 64)]
+    sizes = [(H, B) for H in (16, 32, 64, 128) for B in (1, 4, 16, 64)]
+    timed = [_call("treelstm", *size) for size in sizes]
     tables = dict(executors.tables_of(timed, 66))
     assert tables.keys() == {"vertex.persistent", "vertex.batched", "vertex.host"}
-    for table, names, count in (("vertex.batched", executors.BATCHED, 12), ("vertex.host", executors.HOST, 24)):
+    for table, names, count in (("vertex.batched", executors.BATCHED, 16), ("vertex.host", executors.HOST, 32)):
         numbers = {n: c for kind, values in tables[table].items() if kind != "from" for n, c in values.items()}
         assert numbers.keys() == {*names} and f"{count} calls" in tables[table]["from"]
         assert "rms 0" in tables[table]["from"]
     assert executors.lost(timed, tables, 66) < 0.01
     assert not dict(executors.tables_of(timed[:3], 66))
+    half = [_call("treelstm", *size, "bfloat16") for size in sizes]
+    assert dict(executors.tables_of(half, 66)).keys() == {
+        "vertex.persistent.half",
+        "vertex.batched.half",
+        "vertex.host",
+    }
+    both = dict(executors.tables_of([*timed, *half], 66))
+    assert all(both[name] == table for name, table in tables.items() if name != "vertex.host")
+    assert executors.lost([*timed, *half], both, 66) < 0.01
     (tmp_path / "times.jsonl").write_text("".join(f"{json.dumps(t._asdict())}\n" for t in timed))
     kept = ["--input", str(tmp_path / "times.jsonl"), "--output", str(tmp_path / "again.jsonl"), "--processors", "66"]
     executors.main(kept)

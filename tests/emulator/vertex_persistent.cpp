@@ -21,6 +21,10 @@ static const TrainingArguments* training;
 static const Updates* updates;
 #endif
 
+extern "C" long long copied_bytes() {
+  return weft::copied_bytes;
+}
+
 extern "C" void run(const PersistentArguments* a, const Buffers* b, const Matrices* m, const void* t, const void* u,
                     int blocks, long shared_bytes, unsigned seed) {
   gridDim.x = blocks;

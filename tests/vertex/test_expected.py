@@ -32,8 +32,10 @@ def chain(length):
     return weft.Graphs.chain([length])
 
 
-def expected(compiled, geometries, batched=(0.0, 1.0, 0.0, 0.0, 0.0), host=(0.0, 0.0, 0.0)):
-    return _C.Expected(compiled.program, geometries, LEVEL, GAIN, list(batched), list(host))
+def expected(compiled, geometries, batched=(0.0, 1.0, 0.0, 0.0, 0.0, 0.0), host=(0.0, 0.0, 0.0)):
+    """Of groups, and what a frontier takes forward and backward whatever its rows up to 8."""
+    rows = [(groups, [forward, backward, forward, backward]) for groups, forward, backward in geometries]
+    return _C.Expected(compiled.program, rows, LEVEL, GAIN, list(batched), list(host))
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -42,14 +44,15 @@ def test_small_last_frontiers_are_one_kernel_and_the_others_launches(trains):
     compiled = compiled_of(cell, small)
     passes = [compiled.plan.frontiers.forward] + ([compiled.plan.frontiers.backward] if trains else [])
     steps = sum(s.when == "frontiers" for one in passes for s in one if hasattr(s, "when"))
-    calls, meetings, tail, launches, products = _C.batched_amounts(compiled.program, small._core, trains)
+    calls, meetings, tail, launches, products, weights = _C.batched_amounts(compiled.program, small._core, trains)
     assert calls == len(passes)
     # Five levels above the first; the last kernel of a pass is a launch, too.
     assert meetings == 5 * steps and len(passes) < launches <= len(passes) + steps
     assert tail == pytest.approx(1e-9 * 5 * len(passes) * H * 4 * H) and products == 0
+    assert weights == pytest.approx(1e-6 * 5 * len(passes) * H * 4 * H * 4)
 
     wide = weft.Graphs.chain([3] * 2000)  # no frontier is small
-    _, meetings, tail, launches, products = _C.batched_amounts(compiled.program, wide._core, trains)
+    _, meetings, tail, launches, products, _ = _C.batched_amounts(compiled.program, wide._core, trains)
     assert meetings == 0 and tail == 0 and 2 * steps <= launches <= 3 * steps
     assert products == pytest.approx(1e-9 * 2 * 2000 * len(passes) * H * 4 * H)
 
@@ -71,16 +74,27 @@ def test_captured_the_device_counts_and_else_the_longer_of_both():
     graphs = chain(5)
     compiled = compiled_of(models.ChainLSTM(8, H), graphs)
     us = expected(compiled, [(1, 0.5, 0.25)], host=(100.0, 10.0, 1.0))
-    rows_of_8 = 5 + 4 / 8
     for trains, passes, row in ((False, 1, 0.5), (True, 2, 0.75)):
-        device = 5 * passes * LEVEL + rows_of_8 * row
+        device = 5 * passes * LEVEL + 4 * row  # frontiers with a product
         assert us.persistent(graphs._core, 0, trains, True) == pytest.approx(device)
         assert us.persistent(graphs._core, 0, trains, False) == pytest.approx(100 + 20 * passes + 5 * passes)
-        _, meetings, _, launches, _ = _C.batched_amounts(compiled.program, graphs._core, trains)
+        _, meetings, _, launches, *_ = _C.batched_amounts(compiled.program, graphs._core, trains)
         assert us.batched(graphs._core, trains, True) == meetings
         assert us.batched(graphs._core, trains, False) == pytest.approx(100 + 10 * launches)
     slow = expected(compiled, [(1, 100.0, 100.0)], host=(100.0, 10.0, 1.0))
-    assert slow.persistent(graphs._core, 0, True, False) == slow.persistent(graphs._core, 0, True, True) > 1000
+    assert slow.persistent(graphs._core, 0, True, False) == slow.persistent(graphs._core, 0, True, True) > 800
+
+
+def test_frontiers_pay_for_their_rows():
+    graphs = weft.Graphs.chain([3] * 4 + [2] * 36)  # above the first, frontiers of 40 and 4 rows
+    assert _C.group_amounts(graphs._core, 1) == (1, 0.5 + 40 / 8)
+    assert _C.group_amounts(graphs._core, 8) == (1, 1.125)  # 5 rows, and half a row
+    # Two graphs do not fill eight groups evenly: 0.4 + 0.6 * 2 of them.
+    assert _C.group_amounts(weft.Graphs.chain([2] * 2)._core, 8) == (1, 0)
+    compiled = compiled_of(models.ChainLSTM(8, H), graphs)
+    us = _C.Expected(compiled.program, [(1, [1.0, 10.0, 100.0, 1000.0])], LEVEL, GAIN, [0.0] * 6, [0.0] * 3)
+    assert us.persistent(graphs._core, 0, False, True) == pytest.approx(3 * LEVEL + 100 + 5.5)
+    assert us.persistent(graphs._core, 0, True, True) == pytest.approx(6 * LEVEL + 1100 + 11 * 5.5)
 
 
 @pytest.fixture
@@ -119,11 +133,43 @@ def test_auto_takes_what_is_expected_to_be_faster(device, monkeypatch):
         assert f"{own:.3g} us" in words and f"{other:.3g} us" in words and ("CUDA graph" in words) == in_graph
     assert not persistent.is_faster(compiled, trees(1), torch.device("cpu"), True)
     assert persistent.expectation(compiled, trees(1), torch.device("cpu"), True) == ""
+
+
+def test_half_types_have_costs_of_their_own(device, monkeypatch):
+    monkeypatch.setattr(persistent._C, "captures", lambda index: True)
     half = compiled_of(models.TreeLSTM(8, H).bfloat16(), trees(1))
     with torch.autocast("cpu", torch.bfloat16):
         cast = compiled_of(models.TreeLSTM(8, H), trees(1))
-    for compiled in (half, cast):  # the costs are of float32
-        assert not persistent.is_faster(compiled, trees(1), device, True)
+    costs = gpu_costs.reference()
+    names = dict(zip(("vertex.persistent", "vertex.batched"), (persistent.PERSISTENT, persistent.BATCHED), strict=True))
+    # Four levels each way of a microsecond beside two passes.
+    for us, faster in ((3.0, False), (5.0, True)):
+        tables = {f"{table}.half": {n: [0.0] for n in all_of_them} for table, all_of_them in names.items()}
+        tables["vertex.persistent.half"]["level"], tables["vertex.batched.half"]["pass"] = [1.0], [us]
+        monkeypatch.setattr(gpu_costs, "of", lambda index, t=tables: costs._replace(tables={**costs.tables, **t}))
+        for compiled in (half, cast):
+            persistent._geometries._kept.clear()
+            assert persistent._expected_us(compiled, trees(1), device, True) == (8.0, 2 * us)
+            assert persistent.is_faster(compiled, trees(1), device, True) == faster
+    without = {name: table for name, table in costs.tables.items() if not name.endswith(".half")}
+    monkeypatch.setattr(gpu_costs, "of", lambda index: costs._replace(tables=without))
+    persistent._geometries._kept.clear()
+    assert not persistent.is_faster(half, trees(1), device, True)
+    assert persistent.expectation(half, trees(1), device, True) == ""
+
+
+def test_a_product_of_a_half_type_pays_for_one_multiplication_and_two_bytes(device):
+    single, half = (
+        compiled_of(models.TreeLSTM(8, 64).to(dtype), trees(1)) for dtype in (torch.float32, torch.bfloat16)
+    )
+    of_eight, _, of_few, _ = persistent.row_amounts(single, 132, 232448)
+    of_half, _, few_of_half, _ = persistent.row_amounts(half, 132, 232448)
+    assert of_half["multiplication"] * 6 == of_eight["multiplication"] and of_few["multiplication"] == 0
+    assert of_half["kilobyte"] * 2 == of_eight["kilobyte"] and few_of_half["multiplication"] > 0
+    assert of_few["few"] == pytest.approx(4e-3 * 128 * 5 * 64 / 64) and of_eight["few"] == 0
+    assert of_eight["streamed"] == 0
+    large = compiled_of(models.TreeLSTM(8, 1024), trees(1))
+    assert persistent.row_amounts(large, 132, 232448)[0]["streamed"] > 100
 
 
 def test_what_was_measured_groups_the_blocks(device):

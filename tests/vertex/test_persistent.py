@@ -147,9 +147,29 @@ class TestScripts:
     def test_weights_too_large_are_said_in_bytes(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
         compiled, _ = compiled_of(models.TreeLSTM(8, 64), graphs, torch.randn(3, 8, requires_grad=True))
-        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == ""
-        why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, 2)
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, False, 2) == ""
+        why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, False, 2)
         assert "the weights of the forward pass take" in why and why.count("bytes") == 1
+
+    def test_what_a_block_does_not_keep_it_reads_again_up_to_what_its_registers_hold(self):
+        """With the shared memory and the multiprocessors of an H100."""
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+        for width, kept_whole, runs in ((512, True, True), (1024, False, True), (2048, False, False)):
+            x = torch.empty(3, 8, requires_grad=True)
+            with torch.device("meta"):
+                cell = models.TreeLSTM(8, width)
+            compiled, core = compiled_of(cell.to_empty(device="cpu"), graphs, x)
+            program = compiled.program
+            assert (_C.persistent_obstacle(program, 132, 232448, False, 2) == "") == kept_whole
+            why = _C.persistent_obstacle(program, 132, 232448, True, 2)
+            assert (why == "") == runs and (runs or "again" in why)
+            block = _C.scripted(core, program, 132, False, False)
+            all_bytes = 4 * 10 * width * width
+            for which in (FORWARD, BACKWARD):
+                once, at_every_use = _C.weight_bytes(program, block, which, 232448)
+                assert once + at_every_use == all_bytes and (at_every_use == 0) == kept_whole
+                _, ((_, stays, streams),) = _C.partition(program, which, 132, 232448)
+                assert stays <= 232448 and (streams == 0) == kept_whole
 
     def test_each_pass_loads_its_weights_whatever_their_size(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
@@ -164,7 +184,7 @@ class TestScripts:
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
         cell, x = models.TreeLSTM(8, 16).double(), torch.randn(3, 8, dtype=torch.float64)
         compiled, _ = compiled_of(cell, graphs, x)
-        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == "float64"
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, True, 2) == "float64"
 
 
 def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
@@ -208,6 +228,22 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
 )
 def test_scripts_run_on_a_processor(name, dtype, full, blocks, groups, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full, groups=groups)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("make", "width", "dtype", "blocks", "groups", "limit"),
+    [
+        # Some chunks of each warp stay, forward or backward alone; columns are no multiple of eight.
+        (lambda: models.TreeFC(324), 324, "float32", 9, 1, 120_000),
+        (lambda: models.ChildSumTreeLSTM(3, 260), 3, "float32", 13, 2, 125_000),
+        (lambda: models.TreeFC(324), 324, "bfloat16", 9, 1, 85_000),
+    ],
+    ids=["treefc", "childsum", "half"],
+)
+def test_weights_that_do_not_fit_are_read_at_every_product(make, width, dtype, blocks, groups, limit, tmp_path):
+    check_written_kernels(make, True, dtype, tmp_path, blocks=blocks, groups=groups, width=width, limit=limit)
 
 
 def test_on_the_cpu_it_is_batched():
@@ -358,11 +394,58 @@ def test_what_explain_and_script_say():
     assert {name for name, _, _ in found.partitions} == {"U.weight"}
     assert all(where == "shared" and size > 0 for _, where, size in found.partitions)
     assert found.waits == 2
+    assert found.weight_bytes == 2 * cell.U.weight.nbytes
     cell(graphs, x, executor="persistent")
     assert len(cell.script.splitlines()) == found.instructions
     cell(graphs, x, executor="batched")
     with pytest.raises(RuntimeError):
         _ = cell.script
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tf32", [False, True])
+def test_weights_beyond_shared_memory(tf32):
+    """Some stay, the others are read at every product: of one row, of a few and of many."""
+    torch.manual_seed(0)
+    cell = models.TreeLSTM(24, 1024).cuda()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        for count in (1, 4, 30):
+            graphs = trees(random.Random(count), count).to("cuda")
+            x = torch.randn(graphs.num_vertices, 24, device="cuda", requires_grad=True)
+            said = weft.explain(cell, graphs, x, executor="persistent")
+            assert said.executor == "persistent"
+            kept = sum(size for _, _, size in said.partitions)
+            assert 0 < kept < 2 * cell.U.weight.nbytes < said.weight_bytes
+            grad = torch.randn(graphs.num_vertices, 1024, device="cuda")
+            want = results(cell.double(), graphs, x.double(), "reference", grad.double())
+            found = results(cell.float(), graphs, x, "persistent", grad)
+            again = results(cell, graphs, x, "persistent", grad)
+            for a, b, c in zip(found, want, again, strict=True):
+                assert relative_error(a, b) < (3e-3 if tf32 else 1e-5)
+                assert torch.equal(a, c)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.cuda
+def test_a_trainer_of_weights_beyond_shared_memory():
+    torch.manual_seed(0)
+    cell, graphs = models.TreeLSTM(24, 1024).cuda(), trees(random.Random(3), 5).to("cuda")
+    x = torch.randn(graphs.num_vertices, 24, device="cuda")
+    targets = torch.randn(graphs.num_vertices, 1024, device="cuda")
+    found = []
+    for executor in ("batched", "persistent"):
+        twin = copy.deepcopy(cell)
+        trainer = weft.vertex.Trainer(twin, torch.optim.SGD(twin.parameters(), 0.05), "mse", executor=executor)
+        assert weft.explain(trainer, graphs, x).one_kernel == (executor == "persistent")
+        trainer.step(graphs, x, targets)
+        loss = trainer.sync()
+        moved = [(p - q).detach() for p, q in zip(twin.parameters(), cell.parameters(), strict=True)]
+        found.append([torch.tensor(loss), *moved])
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-4
 
 
 @pytest.mark.cuda

@@ -238,10 +238,12 @@ def check_written_kernels(
     full: bool = False,
     seed: int = 7,
     groups: int = 1,
+    width: int = 3,
+    limit: int | None = None,
 ) -> None:
     """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
     those of all frontiers in one that scripts of so many groups drive, on a processor beside the operator. `full`: no
-    vertex with children lacks one."""
+    vertex with children lacks one; `limit`: shared memory that does not hold all weights."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
@@ -252,7 +254,7 @@ def check_written_kernels(
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
         graphs = graphs.with_types(["inner" if below else "leaf" for tree in children for below in tree])
-    x = torch.randn(graphs.num_vertices, 3, dtype=type, requires_grad=True)
+    x = torch.randn(graphs.num_vertices, width, dtype=type, requires_grad=True)
     with weft.vertex.options(fuse=fuse):
         call = prepare(cell, graphs, x, "batched")
     batched, traces = call.compiled, [f.trace for f in call.functions]
@@ -282,7 +284,8 @@ def check_written_kernels(
         return callers.setdefault((b.space, b.index), made) if shared else made
 
     tensors = [tensor_of(b) for b in compiled.buffers]
-    matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.given.matrices]
+    shapes = [traces[f].program.symbols[s].shape for f, s in plan.given.matrices]
+    matrices = [(torch.randn(shape) * max(1, shape[0] / 16) ** -0.5).to(type) for shape in shapes]
     # Rows of other functions, and slots without a child, are read as zeros.
     for b, t in zip(compiled.buffers, tensors, strict=True):
         t.mul_(not b.scattered and (types is None or b.space not in ("rows", "inner", "edges", "output")))
@@ -340,7 +343,9 @@ def check_written_kernels(
         assert _C.vertex.script_fault(program, block) == ""
         for b in _C.vertex.script_published(program, block, int(backward)):
             tensors[b].view(torch.int32 if tensors[b].element_size() == 4 else torch.int16).fill_(-1)
-        found, shared_bytes, count = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices))
+        bounds = {} if limit is None else {"shared_limit": limit}
+        made = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices), **bounds)
+        found, shared_bytes, count = made
         folder = tmp_path / f"script{int(backward)}"
         folder.mkdir()
         (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in found))
@@ -356,8 +361,16 @@ def check_written_kernels(
             given[i] = MatrixArgument(m.data_ptr(), *m.stride())
         buffers = (BufferArgument * len(tensors))(*map(buffer_argument, range(len(tensors))))
         size = ctypes.c_long(shared_bytes)
+        kernel.copied_bytes.restype = ctypes.c_longlong
+        copied = kernel.copied_bytes()
         kernel.run(ctypes.byref(arguments), buffers, given, None, None, count * groups, size, seed)
         del arrived
+        if limit is not None:
+            assert shared_bytes <= limit
+            once, at_every_use = _C.vertex.weight_bytes(program, block, int(backward), limit)
+            assert at_every_use > 0
+            if dtype == "float32":  # others are too short to be copied one by one
+                assert kernel.copied_bytes() - copied == once + at_every_use
 
     def run(backward: bool) -> None:
         steps = compiled.passes()[backward]

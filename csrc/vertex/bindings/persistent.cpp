@@ -139,14 +139,29 @@ std::vector<int32_t> script_published(const torch::jit::Object& program, const a
   return found;
 }
 
-// Blocks of a pass, and the number and bytes of what each keeps of a matrix.
-std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(const torch::jit::Object& program,
-                                                                               int64_t pass, int32_t most_blocks) {
+constexpr int64_t kNoLimit = int64_t{1} << 40;  // of shared memory
+
+// Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those that it
+// reads at every use.
+std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t, int64_t>>> partition_shown(
+    const torch::jit::Object& program, int64_t pass, int32_t most_blocks, int64_t shared_limit) {
   const ProgramPointer p = program_of(program);
   const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
-  std::vector<std::tuple<int32_t, int64_t>> found;
-  for (const Kept& k : kept_by_a_block(p->program, part)) found.emplace_back(k.matrix, k.bytes);
+  std::vector<std::tuple<int32_t, int64_t, int64_t>> found;
+  for (const Kept& k : kept_by_a_block(p->program, part, shared_limit)) {
+    found.emplace_back(k.matrix, k.kept, k.streamed);
+  }
   return {part.blocks, found};
+}
+
+// Bytes of weights that a pass reads from global memory, once and at every use.
+std::tuple<int64_t, int64_t> weight_bytes_of(const torch::jit::Object& program, const at::Tensor& block, int64_t pass,
+                                             int64_t shared_limit) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+  const WeightBytes found = weight_bytes(p->program, part, shared_limit, scripts.groups, scripts.of.at(pass));
+  return {found.once, found.at_every_use};
 }
 
 // What calls of a program are expected to take; the program lives as long.
@@ -156,12 +171,12 @@ struct ExpectedOfProgram {
 };
 
 ExpectedOfProgram expected_of(const torch::jit::Object& object,
-                              const std::vector<std::tuple<int32_t, double, double>>& geometries, double level,
+                              const std::vector<std::tuple<int32_t, std::array<double, 4>>>& geometries, double level,
                               double gain, const BatchedAmounts& batched, std::array<double, 3> host) {
   TORCH_CHECK_VALUE(!geometries.empty(), "Expected: there is no geometry");
   ProgramPointer program = program_of(object);
   std::vector<GroupCosts> costs;
-  for (const auto& [groups, forward, backward] : geometries) costs.push_back({groups, forward, backward});
+  for (const auto& [groups, us] : geometries) costs.push_back({groups, us[0], us[1], us[2], us[3]});
   Expected expected(program->program, std::move(costs), level, gain, batched, {host[0], host[1], host[2]});
   return {std::move(program), std::move(expected)};
 }
@@ -183,15 +198,13 @@ LossForm loss_form(bool cross_entropy, bool head, int32_t classes) {
   return {cross_entropy, head, classes};
 }
 
-std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(const torch::jit::Object& program,
-                                                                            int64_t pass, int32_t most_blocks,
-                                                                            bool tf32, int32_t matrices,
-                                                                            int32_t vectors, bool cross_entropy,
-                                                                            bool head, int32_t classes) {
+std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(
+    const torch::jit::Object& program, int64_t pass, int32_t most_blocks, bool tf32, int32_t matrices, int32_t vectors,
+    bool cross_entropy, bool head, int32_t classes, int64_t shared_limit) {
   const ProgramPointer p = program_of(program);
   const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
-  PersistentSource source =
-      persistent_source(p->program, part, tf32, matrices, vectors, loss_form(cross_entropy, head, classes));
+  PersistentSource source = persistent_source(p->program, part, tf32, shared_limit, matrices, vectors,
+                                              loss_form(cross_entropy, head, classes));
   return {std::move(source.defines), source.shared_bytes, part.blocks};
 }
 
@@ -214,7 +227,15 @@ void bind_persistent(py::module_& vertex) {
       }),
       py::arg("program"), py::arg("graphs"), py::arg("trains"),
       "Of the batched executor's frontiers: passes, meetings of all blocks, giga-multiply-adds beside them, launches, "
-      "giga-multiply-adds of products that are launched.");
+      "giga-multiply-adds of products that are launched, megabytes of weights.");
+  vertex.def(
+      "group_amounts",
+      [](const Graphs& graphs, int32_t groups) {
+        const GroupAmounts found = group_amounts(graphs, groups);
+        return std::pair(found.few, found.eights);
+      },
+      py::arg("graphs"), py::arg("groups"),
+      "How often a group of a persistent kernel pays for a few rows of a frontier, and for 8.");
   vertex.def("captures", torch::wrap_pybind_function(&captures), py::arg("device"),
              "Whether the current stream of a device captures a CUDA graph.");
   vertex.def(
@@ -234,28 +255,39 @@ void bind_persistent(py::module_& vertex) {
              "Groups of a pass, and how many instructions apart theirs are.");
   vertex.def("script_published", torch::wrap_pybind_function(&script_published), py::arg("program"), py::arg("block"),
              py::arg("pass_"), "Buffers whose values products wait for, filled with ones bits beforehand.");
-  vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
-             py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
+  vertex.def(
+      "partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
+      py::arg("most_blocks"), py::arg("shared_limit") = kNoLimit,
+      "Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those "
+      "that it reads at every use.");
+  vertex.def(
+      "weight_bytes", torch::wrap_pybind_function(&weight_bytes_of), py::arg("program"), py::arg("block"),
+      py::arg("pass_"), py::arg("shared_limit"),
+      "Bytes of weights that a pass reads from global memory: those that stay, once for each group, and the others, at "
+      "every use.");
   vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),
              py::arg("pass_"), py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
              py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
+             py::arg("shared_limit") = kNoLimit,
              "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
   vertex.def("persistent_obstacle",
-             torch::wrap_pybind_function(
-                 [](const torch::jit::Object& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
-                   return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices);
-                 }),
-             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
-             "Why the program does not run in persistent kernels; nothing where it does.");
+             torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
+                                            int64_t shared_limit, bool streams, int32_t matrices) {
+               return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, streams, matrices);
+             }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("streams"),
+             py::arg("matrices"),
+             "Why the program does not run in persistent kernels, whose blocks may read at every use what they do not "
+             "keep; nothing where it does.");
   vertex.def("training_obstacle",
              torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
-                                            int64_t shared_limit, int32_t matrices, int32_t vectors, bool cross_entropy,
-                                            bool head, int32_t classes) {
-               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
-                                        loss_form(cross_entropy, head, classes));
+                                            int64_t shared_limit, bool streams, int32_t matrices, int32_t vectors,
+                                            bool cross_entropy, bool head, int32_t classes) {
+               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, streams, matrices,
+                                        vectors, loss_form(cross_entropy, head, classes));
              }),
-             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
-             py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("streams"),
+             py::arg("matrices"), py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
              "The same of a training step.");
 }
 

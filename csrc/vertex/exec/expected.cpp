@@ -11,7 +11,7 @@ bool in_frontiers(const Step& s) {
 
 // Steps of a pass in the frontiers, and their multiply-adds for a row, of several functions' on average.
 struct PassAmounts {
-  double steps = 0, leaf_steps = 0, multiply_adds = 0;
+  double steps = 0, leaf_steps = 0, multiply_adds = 0, weight_bytes = 0;
 };
 
 PassAmounts amounts_of(const Program& program, const std::vector<Step>& steps) {
@@ -22,10 +22,14 @@ PassAmounts amounts_of(const Program& program, const std::vector<Step>& steps) {
     const bool product = s.kind == Step::Kind::kProduct;
     found.steps += 1;
     found.leaf_steps += product ? !s.skips_leaves || s.zeroes_leaves : s.edges || !s.leaf_code.empty();
-    if (product) found.multiply_adds += width(s.source) * width(s.target);
+    if (!product) continue;
+    const double weights = width(s.source) * width(s.target);
+    found.multiply_adds += weights;
+    found.weight_bytes += weights * (is_half(program.buffers[s.source].dtype) ? 2 : 4);
   }
   const double functions = std::max(1, program.functions);
-  return {found.steps / functions, found.leaf_steps / functions, found.multiply_adds / functions};
+  return {found.steps / functions, found.leaf_steps / functions, found.multiply_adds / functions,
+          found.weight_bytes / functions};
 }
 
 }  // namespace
@@ -55,6 +59,7 @@ BatchedAmounts batched_amounts(const Program& program, std::span<const int32_t> 
       const bool tail = level >= first;
       found[tail ? kTail : kProducts] += work;
       found[tail ? kMeetings : kLaunches] += level > 0 ? pass.steps : pass.leaf_steps;
+      found[kWeights] += level > 0 ? 1e-6 * pass.weight_bytes : 0;
     }
     found[kLaunches] += first < level_sizes.size();
     found[kCalls] += 1;
@@ -62,14 +67,28 @@ BatchedAmounts batched_amounts(const Program& program, std::span<const int32_t> 
   return found;
 }
 
-double Expected::device_us(const Graphs& graphs, const GroupCosts& g, bool trains) const {
+GroupAmounts group_amounts(const Graphs& graphs, int32_t groups) {
   // A few graphs do not fill the groups evenly.
   const auto count = static_cast<double>(graphs.num_graphs());
-  const double filled = count >= 4 * g.groups ? g.groups : 0.4 + 0.6 * std::min<double>(g.groups, count);
-  const double row = g.forward + (trains ? g.backward : 0);
-  const double inner = static_cast<double>(graphs.num_edges()) / std::max<double>(1, graphs.num_slots());
-  const auto levels = static_cast<double>(graphs.num_levels());
-  return levels * ((trains ? 2 : 1) * level_ + row) + inner / (8 * filled) * row;
+  const double filled = count >= 4 * groups ? groups : 0.4 + 0.6 * std::min<double>(groups, count);
+  GroupAmounts found;
+  const std::span<const int32_t> sizes = graphs.level_sizes();
+  for (size_t level = 1; level < sizes.size(); ++level) {
+    const double rows = sizes[level] / filled;
+    if (rows <= kFewRows) {
+      found.few += 1;
+    } else {
+      found.eights += std::max(1.0, 0.5 + rows / 8);
+    }
+  }
+  return found;
+}
+
+double Expected::device_us(const Graphs& graphs, const GroupCosts& g, bool trains) const {
+  const GroupAmounts amounts = group_amounts(graphs, g.groups);
+  const double eight = g.forward + (trains ? g.backward : 0), few = g.few_forward + (trains ? g.few_backward : 0);
+  return static_cast<double>(graphs.num_levels()) * (trains ? 2 : 1) * level_ + amounts.few * few +
+         amounts.eights * eight;
 }
 
 size_t Expected::geometry(const Graphs& graphs) const {

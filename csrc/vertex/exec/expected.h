@@ -26,16 +26,25 @@ inline bool in_tail(const TailLimit& limit, int64_t rows) {
 }
 
 // Of the batched executor's frontiers: passes, meetings of all blocks in its last kernel, giga-multiply-adds there,
-// launches (of the last kernel, too), giga-multiply-adds of products that are launched.
-enum Batched { kCalls, kMeetings, kTail, kLaunches, kProducts, kBatchedAmounts };
+// launches (of the last kernel, too), giga-multiply-adds of products that are launched, megabytes of weights that all
+// products read.
+enum Batched { kCalls, kMeetings, kTail, kLaunches, kProducts, kWeights, kBatchedAmounts };
 using BatchedAmounts = std::array<double, kBatchedAmounts>;
 // Of functions of several types each vertex is taken for the mean of them.
 BatchedAmounts batched_amounts(const Program& program, std::span<const int32_t> level_sizes, bool trains);
 
-// Groups of blocks, and what a group takes for up to 8 rows of a frontier, forward and backward.
+// How often each of the groups of a persistent kernel pays for its products in a pass: once for a frontier of at most
+// kFewRows rows, else once for 8 rows.
+constexpr double kFewRows = 4;
+struct GroupAmounts {
+  double few = 0, eights = 0;
+};
+GroupAmounts group_amounts(const Graphs& graphs, int32_t groups);
+
+// Groups of blocks, and what a group takes for up to 8 rows of a frontier, forward and backward, and for a few.
 struct GroupCosts {
   int32_t groups;
-  double forward, backward;
+  double forward, backward, few_forward, few_backward;
 };
 
 // What the host spends on a call and its backward pass: all that both executors do, a launch of the frontiers, and a

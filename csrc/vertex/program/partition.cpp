@@ -58,12 +58,7 @@ class Partitioner {
           std::any_of(s.code.begin(), s.code.end(), [&](const Instruction& x) { return gives_published(found_, x); });
       if (in_frontiers(s) && gives && program_.functions == 1) found_.blanks.push_back(static_cast<int32_t>(i));
     });
-    each([&](size_t i, const Step& s) {
-      find_reads(i);
-      if (s.kind != Step::Kind::kProduct) return;
-      const bool half = is_half(program_.buffers[s.source].dtype);
-      found_.weight_bytes += resident_elements(program_, s, found_.shares[i]) * (half ? 2 : 4);
-    });
+    each([&](size_t i, const Step&) { find_reads(i); });
     return std::move(found_);
   }
 
@@ -283,11 +278,6 @@ bool is_same_gradient(const Step& a, const Step& b) {
   if (a.kind != b.kind) return false;
   if (a.kind == Step::Kind::kOuter) return a.matrix == b.matrix;
   return a.kind == Step::Kind::kTotal && a.vector == b.vector;
-}
-
-int64_t resident_elements(const Program& program, const Step& product, const Share& share) {
-  const auto round = [](int64_t x) { return (x + 15) / 16 * 16; };
-  return round(program.buffers[product.source].width) * round(share.columns);
 }
 
 std::string script_obstacle(const Program& program) {

@@ -49,7 +49,6 @@ struct Partition {
   std::vector<char> inner_only, of_edges;  // by step: rows of its operands, where it runs once for all
   int32_t blocks;                          // of a group
   std::vector<Share> shares;               // by step
-  int64_t weight_bytes = 0;                // that a block keeps
   // By buffer: products wait for its values instead of a signal, where every one of them is written. Those of slots
   // are so where no vertex with children lacks one, or where the kernels of `blanks` write zeros in their place.
   std::vector<char> published;
@@ -72,10 +71,6 @@ bool gives_published(const Partition& partition, const Instruction& i);
 
 // Whether both are gradients of the same matrix or vector: that is then the sum of both.
 bool is_same_gradient(const Step& a, const Step& b);
-
-// Elements of the matrix that a block keeps for a product: columns and reduction rounded up to what its kernel
-// multiplies at a time.
-int64_t resident_elements(const Program& program, const Step& product, const Share& share);
 
 // Why no script can be made for the program; empty where one can.
 std::string script_obstacle(const Program& program);

@@ -32,7 +32,7 @@ class Explanation:
     group: int | None = None
     """How many of them share one copy of the weights."""
     partitions: tuple[tuple[str, str, int], ...] | None = None
-    """Of each parameter that stays on the chip: its name, ``"registers"`` or ``"shared"``, and bytes."""
+    """Of what stays on the chip of each parameter: its name, ``"registers"`` or ``"shared"``, and bytes."""
     registers: int | None = None
     """Of a thread."""
     shared_bytes: int | None = None
@@ -43,6 +43,9 @@ class Explanation:
     """Of these, those that wait for another block."""
     launches: int | None = None
     """Of kernels, forward and backward."""
+    weight_bytes: int | None = None
+    """Of parameters that they read from global memory: what stays on the chip once, and what has no room there at every
+    product."""
 
     def __str__(self) -> str:
         return f"{self.cell} on {self.graphs}\nruns as {self.executor!r} ({self.reason}); asked for: {self.asked!r}"

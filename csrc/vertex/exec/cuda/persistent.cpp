@@ -22,7 +22,8 @@ std::atomic<int64_t> refused{0};
 jit::Request persistent_request(const Program& program, Pass pass, int32_t most_blocks, bool tf32, int32_t matrices,
                                 int32_t vectors, const LossForm& form) {
   const Partition& part = partition_of(program, pass, most_blocks);
-  PersistentSource source = persistent_source(program, part, tf32, matrices, vectors, form);
+  const int64_t limit = device_limits().max_shared_per_block;
+  PersistentSource source = persistent_source(program, part, tf32, limit, matrices, vectors, form);
   return {kSource, std::move(source.defines), device_limits().compute_capability};
 }
 
@@ -36,7 +37,8 @@ const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int
       program.partitions->kernels[{device, static_cast<int64_t>(pass) + kPasses * tf32, most_blocks,
                                    form.classes * 4 + form.head * 2 + form.cross_entropy}];
   if (known == nullptr) {
-    const PersistentSource source = persistent_source(program, part, tf32, matrices, vectors, form);
+    const int64_t limit = device_limits().max_shared_per_block;
+    const PersistentSource source = persistent_source(program, part, tf32, limit, matrices, vectors, form);
     jit::Kernel& made = jit::kernel(kSource, source.defines, "vertex_persistent");
     const auto shared = static_cast<unsigned>(source.shared_bytes);
     const int at_once = made.max_active_blocks_per_sm(dim3(kPersistentThreads), shared) * made.sm_count();

@@ -15,7 +15,8 @@
 // of the weights and has graphs of its own: every block of a group reads all rows of a product, so what the groups read
 // of L2 for a row goes with their blocks, and few rows take the shortest where all blocks are one. A block owns the
 // same columns of every kernel and the columns of each matrix that these read (csrc/vertex/program/partition.h). What
-// it keeps of the matrices lies in shared memory from the first frontier to the last; buffers lie in L2. Blocks meet
+// it keeps of the matrices lies in shared memory from the first frontier to the last; what has no room there it reads
+// from L2 at every frontier, as buffers. Blocks meet
 // only where a step reads what others wrote: of a Tree-LSTM once a frontier, forward before the product that reads h,
 // backward before the one that reads the gradients of the gates.
 //
@@ -60,13 +61,13 @@ __device__ __forceinline__ void publish(Half& to, float x) {
 // Rows of `target`, the block's columns, = rows of `source` @ matrix [+ bias].
 template <typename Product, typename E>
 __device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
-                                     int rank, const unsigned char* weights, unsigned char* partials, const E* bias) {
+                                     int rank, typename Product::Weights weights, unsigned char* partials,
+                                     const E* bias) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
   Product::run(
-      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
-      [=](int i) { return from + i * from_stride; },
+      count, rank, weights, reinterpret_cast<float*>(partials), [=](int i) { return from + i * from_stride; },
       [=](int i, int, int column, float sum) {
         if (bias != nullptr) sum += float(bias[column]);
         to[i * to_stride + column] = E(sum);
@@ -76,14 +77,13 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
 // The same of the few rows of a pair, whose sums stay in `sums`, too; between() runs while they are under way.
 template <typename Product, typename E, typename Between>
 __device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
-                                                int count, int rank, const unsigned char* weights,
+                                                int count, int rank, const typename Product::Weights& weights,
                                                 unsigned char* partials, float* sums, const Between& between) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
   Product::run_between(
-      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
-      [=](int i) { return from + i * from_stride; },
+      count, rank, weights, reinterpret_cast<float*>(partials), [=](int i) { return from + i * from_stride; },
       [=](int i, int local, int column, float sum) {
         to[i * to_stride + column] = E(sum);
         sums[i * Product::kColumns + local] = float(E(sum));

@@ -92,6 +92,7 @@ class Shape:
     instructions: int
     waits: int
     launches: int
+    weight_bytes: int
 
 
 def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
@@ -103,7 +104,7 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
         return f"persistent kernels need compute capability 8.0, the device has {properties.major}.{properties.minor}"
     matrices = len(compiled.plan.given.matrices)
     limit = properties.shared_memory_per_block_optin
-    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, matrices)
+    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, True, matrices)
     if why:
         return why
     return _not_resident(compiled, device, None)
@@ -126,6 +127,9 @@ class Geometry(NamedTuple):
     forward: float
     """Microseconds of a group for up to 8 rows of a frontier."""
     backward: float
+    few_forward: float
+    """For up to 4 rows."""
+    few_backward: float
 
 
 _PARTS = (1, 2, 4, 8, 16)
@@ -144,7 +148,7 @@ class _Known(NamedTuple):
     compiled: set[int]
     """The parts of those whose kernels are there."""
     costed: bool
-    """Whether the GPU's costs tell of executors: of products in float32."""
+    """Whether the GPU's costs tell of executors, for the type of the program's products."""
 
 
 def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool) -> bool:
@@ -225,28 +229,39 @@ def _known(compiled: batched.Batched, device: torch.device, form: tuple | None) 
 
 
 def _found(compiled: batched.Batched, device: torch.device, all_of_them: list[Geometry]) -> _Known:
-    tables = gpu_costs.of(device.index).tables
+    tables, (own, other) = gpu_costs.of(device.index).tables, _tables(compiled)
     # Where costs do not say what groups gain, there is one.
-    level = _number(device, "level") if "vertex.persistent" in tables else 0.0
-    costed = {"vertex.persistent", "vertex.batched", "vertex.host"} <= tables.keys()
-    batched_costs, host_costs = _costs_of_batched(device) if costed else ([0.0] * 5, [0.0] * 3)
-    frontiers = compiled.plan.frontiers
-    products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
-    costed &= all(frontiers.buffers[s.source].dtype == "float32" for s in products)
-    rows = [(g.groups, g.forward, g.backward) for g in all_of_them]
+    level = gpu_costs.of(device.index).number(own, "level") if own in tables else 0.0
+    costed = {own, other, "vertex.host"} <= tables.keys()
+    batched_costs, host_costs = _costs_of_batched(other, device) if costed else ([0.0] * len(BATCHED), [0.0] * 3)
+    rows = [(g.groups, [g.forward, g.backward, g.few_forward, g.few_backward]) for g in all_of_them]
     expected = _C.Expected(compiled.program, rows, level, _GAIN, batched_costs, host_costs)
     return _Known(all_of_them, expected, {}, set(), costed)
 
 
-def _costs_of_batched(device: torch.device) -> tuple[list[float], list[float]]:
-    """Of the batched executor: microseconds of a pass, of a meeting of all blocks, of 10^9 multiply-adds beside it, of
-    a launch, and of 10^9 multiply-adds of a large product. Of the host: of a call and its backward pass, of a launch,
-    and of a task of a script."""
+def _tables(compiled: batched.Batched) -> tuple[str, str]:
+    """The names of the costs of persistent kernels and of the batched executor, by the type of the products in the
+    frontiers; none where there are several."""
+    frontiers = compiled.plan.frontiers
+    products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
+    narrow = {frontiers.buffers[s.source].dtype != "float32" for s in products}
+    end = {frozenset([True]): ".half", frozenset([True, False]): ".mixed"}.get(frozenset(narrow), "")
+    return f"vertex.persistent{end}", f"vertex.batched{end}"
+
+
+BATCHED = ("pass", "meeting", "tail", "launch", "product", "weights")
+"""Costs of the batched executor: microseconds of a pass, of a meeting of all blocks, of 10^9 multiply-adds beside it,
+of a launch, of 10^9 multiply-adds of a large product, and of 10^6 bytes of weights that a product reads; as
+csrc/vertex/exec/expected.h has them."""
+
+
+def _costs_of_batched(table: str, device: torch.device) -> tuple[list[float], list[float]]:
+    """Those, and of the host: of a call and its backward pass, of a launch, and of a task of a script."""
     number = gpu_costs.of(device.index).number
-    tf32 = fp32_precision("cuda", "matmul") == "tf32"
-    faster = number("products", "tf32_teraflop") / number("products", "float_teraflop") if tf32 else 1.0
-    of_batched = [number("vertex.batched", name) for name in ("pass", "meeting", "tail", "launch", "product")]
-    of_batched[-1] *= faster
+    of_batched = [number(table, name) for name in BATCHED]
+    if table == "vertex.batched" and fp32_precision("cuda", "matmul") == "tf32":
+        faster = number("products", "tf32_teraflop") / number("products", "float_teraflop")
+        of_batched[BATCHED.index("product")] *= faster
     return of_batched, [number("vertex.host", name) for name in ("call", "launch", "task")]
 
 
@@ -254,59 +269,64 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
     processors, limit = _processors(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     passes = (TRAINING,) if form else (FORWARD, BACKWARD)
     found: list[Geometry] = []
-    costs = gpu_costs.of(device.index).tables.get("vertex.persistent")
+    costs = gpu_costs.of(device.index).tables.get(_tables(compiled)[0])
     for parts in _PARTS if costs else (1,):
         most = processors // parts
         blocks = max(_C.partition(compiled.program, which, most)[0] for which in passes)
         groups = processors // blocks
         if found and groups <= found[-1].groups:
             continue
+        # Several groups are worth it where each keeps all weights.
         if form:
-            why = _C.training_obstacle(compiled.program, most, limit, *form)
+            why = _C.training_obstacle(compiled.program, most, limit, not found, *form)
         else:
-            why = _C.persistent_obstacle(compiled.program, most, limit, len(compiled.plan.given.matrices))
+            why = _C.persistent_obstacle(compiled.program, most, limit, not found, len(compiled.plan.given.matrices))
         if found and why:
             break
-        rows = _row_us(compiled, blocks, device) if costs else (0.0, 0.0)
+        rows = _row_us(compiled, most, device, limit) if costs else [0.0] * 4
         found.append(Geometry(parts, most, groups if found else 1, *rows))
     return found
 
 
-def _number(device: torch.device, name: str) -> float:
-    """Of the costs: microseconds of a frontier each way without its products (`level`), of the partial sums of a
-    product of 8 rows (`product`), of a 16 x 8 x 8 multiplication of a multiprocessor's tensor cores
-    (`multiplication`), and of 1000 bytes of rows that a block reads in L2 (`kilobyte`)."""
-    return gpu_costs.of(device.index).number("vertex.persistent", name)
+PERSISTENT = ("level", "product", "multiplication", "kilobyte", "few", "streamed")
+"""Costs of persistent kernels: microseconds of a frontier each way without its products, of the partial sums of a
+product, of a 16 x 8 x 8 multiplication of a multiprocessor's tensor cores, of 1000 bytes of rows that a block reads in
+L2, of 1000 bytes of weights that it multiplies a few rows by without them, and of 1000 that it reads in L2, too."""
 
 
-def _row_us(compiled: batched.Batched, blocks: int, device: torch.device) -> tuple[float, float]:
-    """Of products with 8 rows, forward and backward: multiplications of tensor cores, rows from L2, and what it takes
-    to begin."""
-    amounts = row_amounts(compiled, blocks)
-    forward, backward = (sum(n * _number(device, name) for name, n in amount.items()) for amount in amounts)
-    return forward, backward
+def _row_us(compiled: batched.Batched, most_blocks: int, device: torch.device, limit: int) -> list[float]:
+    """Of products with 8 rows, forward and backward, and with a few."""
+    number, table = gpu_costs.of(device.index).number, _tables(compiled)[0]
+    amounts = row_amounts(compiled, most_blocks, limit)
+    return [sum(n * number(table, name) for name, n in amount.items()) for amount in amounts]
 
 
-def row_amounts(compiled: batched.Batched, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
-    """How often a group of so many blocks pays each of the costs for up to 8 rows of a frontier, forward and
-    backward."""
+def row_amounts(compiled: batched.Batched, most_blocks: int, limit: int) -> list[dict[str, float]]:
+    """How often a group of at most so many blocks, each with so much shared memory, pays each of the costs for up to 8
+    rows of a frontier, forward and backward, and for up to 4."""
     frontiers = compiled.plan.frontiers
     tf32 = fp32_precision("cuda", "matmul") == "tf32"
 
-    def of(steps: Sequence[object]) -> dict[str, float]:
-        found = {"product": 0.0, "multiplication": 0.0, "kilobyte": 0.0}
+    def of(steps: Sequence[object], which: int, few: bool) -> dict[str, float]:
+        found = dict.fromkeys(PERSISTENT[1:], 0.0)
+        blocks, kept = _C.partition(compiled.program, which, most_blocks, limit)
+        found["streamed"] = sum(1e-3 * streamed for _, _, streamed in kept)
         for step in steps:
             if not isinstance(step, Product) or step.when != "frontiers":
                 continue
             source, columns = frontiers.buffers[step.source], frontiers.buffers[step.target].width
             single = source.dtype == "float32"
-            tiles = -(-source.width // 16) * -(-columns // (16 * blocks))
             found["product"] += 1
-            found["multiplication"] += tiles * 2 * (3 if single and not tf32 else 1)
-            found["kilobyte"] += 8e-3 * source.width * (4 if single else 2)
+            found["kilobyte"] += (4e-3 if few else 8e-3) * source.width * (4 if single else 2)
+            if few and single and not tf32:
+                found["few"] += 4e-3 * source.width * columns / blocks
+            else:
+                tiles = -(-source.width // 16) * -(-columns // (16 * blocks))
+                found["multiplication"] += tiles * (2 * (1 if tf32 else 3) if single else 1)
         return found
 
-    return of(frontiers.forward), of(frontiers.backward)
+    passes = (frontiers.forward, FORWARD), (frontiers.backward, BACKWARD)
+    return [of(steps, which, few) for few in (False, True) for steps, which in passes]
 
 
 def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, form: tuple | None = None) -> Geometry:
@@ -416,10 +436,10 @@ def shape(call: Ready) -> Shape:
     passes = (FORWARD, BACKWARD) if compiled.plan.backward and call.trains else (FORWARD,)
     with torch.cuda.device(device):
         shapes = [_C.persistent_shape(compiled.program, which, most, matrices) for which in passes]
-    partitions = []
+    partitions, limit = [], torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     for which in passes:
-        blocks, kept = _C.partition(compiled.program, which, most)
-        for number, size in kept:
+        blocks, kept = _C.partition(compiled.program, which, most, limit)
+        for number, size, _ in kept:
             function, symbol = compiled.plan.given.matrices[number]
             name = compiled.functions[function].trace.program.symbols[symbol].name
             partitions.append((name, "shared", size * blocks))
@@ -434,6 +454,7 @@ def shape(call: Ready) -> Shape:
         instructions=instructions,
         waits=waits,
         launches=len(passes),
+        weight_bytes=sum(sum(_C.weight_bytes(compiled.program, block, which, limit)) for which in passes),
     )
 
 
@@ -486,7 +507,7 @@ def _training_obstacle(
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
     form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
-    why = _C.training_obstacle(compiled.program, most, limit, *form)
+    why = _C.training_obstacle(compiled.program, most, limit, True, *form)
     if why:
         return why
     return _not_resident(compiled, call.device, form)

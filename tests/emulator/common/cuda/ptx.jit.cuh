@@ -60,6 +60,7 @@ inline void named_barrier() {
 // Asynchronous copies: each is done at once, before who still reads what it overwrites is ready, or at its thread's
 // wait, when who has not waited has read.
 inline std::mt19937 when;
+inline long long copied_bytes = 0;
 
 template <int kBytes>
 inline void copy_some(void* to, const void* from, int bytes) {
@@ -70,6 +71,7 @@ inline void copy_some(void* to, const void* from, int bytes) {
     std::memcpy(to, from, bytes);
     std::memset(static_cast<char*>(to) + bytes, 0, kBytes - bytes);
   };
+  copied_bytes += bytes;
   if (when() % 2) return copy();
   emulator::current->copies.back().push_back(copy);
 }
