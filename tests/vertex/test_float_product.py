@@ -48,7 +48,8 @@ class TestEmulated:
     @pytest.mark.parametrize("right_by_rows", [True, False])
     @pytest.mark.parametrize(
         ("rows", "columns", "inner", "processors"),
-        [(5, 33, 34, 3), (70, 65, 97, 3), (130, 129, 270, 132), (3, 40, 0, 3)],
+        # The third in eight pieces, the fourth in large tiles.
+        [(5, 33, 34, 3), (70, 65, 97, 3), (66, 65, 270, 132), (130, 128, 64, 1), (3, 40, 0, 3)],
     )
     def test_products(self, run, rows, columns, inner, processors, left_by_rows, right_by_rows):
         torch.manual_seed(1)
