@@ -1,0 +1,61 @@
+// Products of csrc/jit/resident_product.jit.cuh by two blocks. The caller compares.
+#include "emulator.h"
+
+static emulator::Index gridDim;
+
+#include "jit/resident_product.jit.cuh"
+
+using namespace weft;
+
+struct Call {
+  const void *matrix, *rows;
+  long inner_stride, column_stride, stride;  // of the matrix; between rows
+  float* result;                             // rows of all columns, zeros
+  long count, columns;
+  long between;  // calls of it, or -1 for a product without it
+};
+static Call* call;
+
+template <typename E, Multiply kMultiply, int kInner, int kWidth, bool kPublished>
+static void launch(unsigned seed) {
+  constexpr int kThreads = 512, kBlocks = 2;
+  using Product =
+      ResidentProduct<E, kMultiply, kThreads, kInner, DealtColumns<kBlocks, 0, kWidth, kWidth, kWidth>, kPublished>;
+  const auto kernel = [] {
+    auto* const weights = reinterpret_cast<FourOf<E>*>(dynamic_shared_memory());
+    auto* const partials = reinterpret_cast<float*>(dynamic_shared_memory() + Product::kWeightBytes);
+    const int rank = blockIdx.x;
+    Product::load(static_cast<const E*>(call->matrix), call->inner_stride, call->column_stride, rank, weights);
+    copy_wait<0>();
+    __syncthreads();
+    const auto source = [](int i) { return static_cast<const E*>(call->rows) + i * call->stride; };
+    const auto store = [](int i, int, int column, float sum) { call->result[i * call->columns + column] += sum; };
+    if (call->between < 0) {
+      Product::run(call->count, rank, weights, partials, source, store);
+    } else {
+      Product::run_between(call->count, rank, weights, partials, source, store, [] { ++call->between; });
+    }
+  };
+  emulator::launch(kernel, kBlocks, kThreads, 1, Product::kWeightBytes + Product::kPartialBytes, seed);
+}
+
+// which: 0 to 3 floats, 4 rounded to TF32, 5 float16, 6 bfloat16; of an inner dimension and twice so many columns.
+extern "C" void run(int which, Call* given, unsigned seed) {
+  call = given;
+  switch (which) {
+    case 0:  // more chunks than warps
+      return launch<float, Multiply::kFloat, 528, 20, true>(seed);
+    case 1:  // fewer, and half a tile
+      return launch<float, Multiply::kFloat, 40, 4, false>(seed);
+    case 2:  // neighbours that are not aligned
+      return launch<float, Multiply::kFloat, 37, 30, false>(seed);
+    case 3:  // so many columns that only eight rows go together
+      return launch<float, Multiply::kFloat, 32, 130, true>(seed);
+    case 4:
+      return launch<float, Multiply::kTf32, 80, 40, true>(seed);
+    case 5:
+      return launch<Float16, Multiply::kHalf, 272, 24, true>(seed);
+    default:
+      return launch<BFloat16, Multiply::kHalf, 48, 24, false>(seed);
+  }
+}

@@ -1,0 +1,74 @@
+"""Products with a matrix that blocks keep (csrc/jit/resident_product.jit.cuh), on a processor."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tests import emulated
+from tests.common import relative_error
+
+pytestmark = emulated.MARKS
+
+CASES = {  # inner dimension, columns, type, bound
+    "long": (528, 40, torch.float32, 1e-6),
+    "short": (40, 8, torch.float32, 1e-6),
+    "odd": (37, 60, torch.float32, 1e-6),
+    "wide": (32, 260, torch.float32, 1e-6),
+    "tf32": (80, 80, torch.float32, 2e-3),
+    "float16": (272, 48, torch.float16, 1e-6),
+    "bfloat16": (48, 48, torch.bfloat16, 1e-6),
+}
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("matrix", "rows")),
+        *((name, ctypes.c_long) for name in ("inner_stride", "column_stride", "stride")),
+        ("result", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("count", "columns", "between")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ctypes._CFuncPtr:
+    return emulated.build("resident_product", tmp_path_factory.mktemp("products")).run
+
+
+def multiplied(run, which: str, rows: torch.Tensor, matrix: torch.Tensor, between: bool = False) -> torch.Tensor:
+    result = torch.zeros(len(rows), matrix.shape[1])
+    call = Call(
+        matrix.data_ptr(), rows.data_ptr(), *matrix.stride(), rows.stride(0), result.data_ptr(), *result.shape,
+        0 if between else -1,
+    )  # fmt: skip
+    run([*CASES].index(which), ctypes.byref(call), 1)
+    assert call.between == (2 * 512 if between else -1)  # by each thread of two blocks
+    return result
+
+
+@pytest.mark.parametrize("which", CASES)
+def test_any_number_of_rows(which, run):
+    torch.manual_seed(1)
+    inner, columns, dtype, bound = CASES[which]
+    matrix = torch.randn(inner, columns).to(dtype)
+    rows = torch.randn(83, inner).to(dtype)
+    want = (rows.double() @ matrix.double()).float()
+    for count in (1, 3, 8, 9, 17, 33, 50, 83):
+        given = matrix if count % 2 else matrix.t().contiguous().t()
+        found = multiplied(run, which, rows[:count], given)
+        assert relative_error(found, want[:count]) < bound, count
+        if count <= 32:
+            assert torch.equal(found, multiplied(run, which, rows[:count], given, between=True))
+
+
+@pytest.mark.parametrize("count", [1, 6, 20])
+def test_infinities(count, run):
+    torch.manual_seed(1)
+    matrix, rows = torch.randn(528, 40), torch.randn(count, 528)
+    matrix[7] = matrix[7].round()  # numbers without a low part
+    matrix[7][matrix[7] == 0] = 1
+    rows[count - 1, 7] = torch.inf
+    found, want = multiplied(run, "long", rows, matrix), rows @ matrix
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
