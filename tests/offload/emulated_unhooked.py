@@ -16,12 +16,13 @@ BYTES = 4 * SIZE
 
 
 @contextlib.contextmanager
-def planned(moves: int, early: int = 0):
-    """The first so many tensors move, and come back when they are read, or operations earlier."""
+def planned(moves: int, early: int = 0, first: int = 0):
+    """So many tensors move, the first of all or those from another on, and come back when they are read, or operations
+    earlier."""
 
     def plan_movable(timeline, limit, link, compress, movable, slowdown):
-        back = [(t.first_backward, i) for i, t in enumerate(timeline.tensors[:moves])]
-        chosen = [Move(i, max(first - early, timeline.forward)) for first, i in sorted(back)]
+        back = [(timeline.tensors[i].first_backward, i) for i in range(len(timeline.tensors))[first : first + moves]]
+        chosen = [Move(i, max(read - early, timeline.forward)) for read, i in sorted(back)]
         return simulate(timeline, chosen, limit, link=link)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -116,3 +117,22 @@ def check_graphs_that_are_not_as_planned(runtime: Runtime) -> None:
         del step  # never read
         assert off.report().to_dict()["live_bytes"] == 0
         Step(off, numbers(8)).backward()
+
+
+def check_calls_of_tensors_that_the_plan_keeps(runtime: Runtime) -> None:
+    """None, however large they are."""
+
+    def calls(context, data: list[Tensor]) -> int:
+        before = runtime.calls("StreamIsCapturing")
+        step = Step(context, data)
+        found = runtime.calls("StreamIsCapturing") - before
+        step.backward()
+        return found
+
+    own = []
+    for count in (8, 28):
+        with planned(1, first=count - 2):
+            off = settled(count)
+            own.append(calls(off, numbers(count)) - calls(contextlib.nullcontext(), numbers(count)))
+            assert off._latest.use.saves == count - 1
+    assert own[0] == own[1], own

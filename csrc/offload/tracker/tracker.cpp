@@ -55,13 +55,12 @@ void Residency::pop() {
 void Residency::poll() {
   while (!outs.empty() && std::ranges::all_of(outs.front()->transfers, [](auto& p) { return p->is_out(true); })) pop();
   sweep();
+  polled = std::chrono::steady_clock::now();
 }
 
-void Residency::glance() {
+bool Residency::due() const {
   constexpr auto kEvery = std::chrono::microseconds(100);
-  if (std::chrono::steady_clock::now() - polled < kEvery) return;
-  poll();
-  polled = std::chrono::steady_clock::now();
+  return std::chrono::steady_clock::now() - polled >= kEvery;
 }
 
 void Residency::sweep() {
@@ -115,7 +114,12 @@ Tracker::~Tracker() {
 void Tracker::look(bool read) {
   capturing_.reset();
   if (!read) residency.sweep();
-  if (!residency.outs.empty() && !capturing()) residency.glance();
+  if (!residency.outs.empty() && residency.due() && !capturing()) residency.poll();
+}
+
+bool Tracker::stays() const {
+  return plan_ != nullptr && !engine.settings.budget && !use.timed && forward == 0 &&
+         size_t(numbers) < plan_->tensors.size() && !plan_->tensors[size_t(numbers)].moves;
 }
 
 bool Tracker::capturing() {

@@ -235,10 +235,10 @@ struct Residency {
 
   void count(int64_t bytes);
   void want(int64_t bytes);
-  void pop();     // the oldest copy out has ended
-  void glance();  // polls if a while has passed since then
-  void poll();    // no longer counts ended copies out and dropped restored memory
-  void sweep();   // the latter alone, without asking the device
+  void pop();        // the oldest copy out has ended
+  bool due() const;  // whether a while has passed since the last poll
+  void poll();       // no longer counts ended copies out and dropped restored memory
+  void sweep();      // the latter alone, without asking the device
 };
 
 // One use on one device: its timeline, its statistics, and its moves.
@@ -249,6 +249,8 @@ class Tracker {
 
   // Updates residency; called for every save and read. What is `read` counts nothing new: what comes back sweeps.
   void look(bool read = false);
+  // Whether a new block will stay whatever the stream is: without a budget, where the plan does not move it.
+  bool stays() const;
   // Whether the current stream is captured; asked once after each look.
   bool capturing();
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const VersionCheck& version, bool may_move,

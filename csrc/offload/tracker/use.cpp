@@ -208,7 +208,7 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   // What is part of so little memory does not move, captured or not.
   const bool small = int64_t(x.storage().nbytes()) < engine->settings.min_bytes;
   const bool may_move = engine->mover->moves(device) && aligned && engine->mover->holds(x.storage()) && !uncounted &&
-                        (small || !own.capturing());
+                        (small || own.stays() || !own.capturing());
   auto block = own.save(x, range, packed->version, may_move, uncounted);
   ++block->unread;
   ++unread_;

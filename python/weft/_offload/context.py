@@ -202,7 +202,7 @@ class offload:
             trying = yields and may_move and not memory.pace.tried
             if may_move and not trying and memory.pace.share is not None:
                 self._planner.plan(memory)
-            plans = {} if trying else dict(memory.planned)
+            plans = {} if trying or capturing else dict(memory.planned)
             counting = yields and may_move and not trying and memory.counts_from is not None
             # Timing every operation costs time: done at first, and now and then. So does counting zeros.
             looks = 1 if yields else _LOOKS
