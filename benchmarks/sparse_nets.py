@@ -61,8 +61,8 @@ def blocks(count: int, device: str) -> tuple[list[nn.Module], Tensor]:
 
 
 PRUNED_NETS: dict[str, Callable[[str, int], tuple[list[nn.Module], Tensor]]] = {
-    "vgg11": lambda device, B: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device)),
     "lenet5": lambda device, B: (pruned(lenet(device)[0], 0.03), torch.randn(B, 1, 32, 32, device=device)),
+    "vgg11": lambda device, B: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device)),
 }
 
 

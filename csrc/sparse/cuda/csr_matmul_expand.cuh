@@ -5,8 +5,9 @@
 // of two bytes: where a product goes, and whose it is; then each thread sums its elements' own. Products are
 // dealt to threads one by one, whatever the length of a segment, what one element of a brings: lanes read
 // b's numbers next to each other. All that waits for nothing but the piece's numbers is read at once: b's
-// numbers' words, a's numbers, and before the barrier where the first elements begin. Bound by what shared
-// memory and L1 do a product: its word, b's number, its factor, and its way through shared memory.
+// numbers' words, a's numbers, and before the barrier where the first elements begin. Bound by L2, from which
+// each row of a reads its rows of b again, 4 bytes a product and the words' 2, and at one sample by what a
+// block waits for one after the other: its piece, its lists, a's numbers, b's.
 #pragma once
 #include "sparse/cuda/csr_matmul_lookup.cuh"
 #include "sparse/plan.h"
