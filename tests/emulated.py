@@ -29,6 +29,9 @@ MARKS = [
     pytest.mark.slow,  # for the compiler
 ]
 
+RUN_LONG = ("recurrence",)
+"""Those whose threads wait for each other until it is plain that nobody comes."""
+
 
 def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
     """The library of tests/emulator/`name`.cpp; what lies in `folder` goes before what csrc has. What was built of the
@@ -37,9 +40,8 @@ def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
         f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.*")) if path.is_file()
     ]
     flawed = any((ROOT / "csrc" / path.relative_to(folder)).is_file() for path in folder.rglob("*.*"))
-    optimised = (
-        "-O0" if flawed else "-O1"
-    )  # what has a flaw runs until it is noticed, a shorter time than it is optimised
+    # What has a flaw runs until it is noticed, mostly for a shorter time than it takes to optimise.
+    optimised = "-O0" if flawed and name not in RUN_LONG else "-O1"
     defines = [f"-D{macro}={int(value)}" for macro, value in macros.items()]
     library = _built() / f"{name}-{_digest([name, optimised, *defines, *given])}.so"
     if not library.exists():
