@@ -37,7 +37,6 @@ extern "C" void run_told(const DiagonalGradients* given, void* to, unsigned seed
   using T = std::conditional_t<SIZE == 4, float, double>;
   using S = WalkShape<T, false, MANY>;
   weft::when.seed(seed);
-  weft::copies.clear();
   problem = *given, message = to;
   slabs_per_row = (problem.scan.H + S::kWidth - 1) / S::kWidth;
   emulator::launch(told_kernel<T>, int(slabs_per_row * problem.scan.B), 32, 1, S::kSharedBytes, seed);

@@ -1,5 +1,5 @@
 // The walk of csrc/scan/slices/cuda/mend_walk.cuh, by warps of any speed. The caller compares.
-#include "emulator.h"
+#include "warp_operations.h"
 
 #include "scan/slices/cuda/mend_walk.cuh"
 
@@ -61,7 +61,6 @@ extern "C" void run(int which, int wide, int flag, const int64_t* s, void* const
     mend.before = p[4], mend.first = p[5], mend.grad_A = p[6];
   }
   weft::when.seed(unsigned(s[0]));
-  weft::copies.clear();
   if (has_gradients) {
     wide ? launch<double, true>(3) : launch<float, true>(3);
   } else {

@@ -23,6 +23,9 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   struct alignas(W::kLaneBytes) Lane {
     S of[kChannels];
   };
+  struct Others {
+    T of[kChannels];
+  };
   const int lane = int(threadIdx.x);
   const int64_t row = blockIdx.x / slabs_per_row, h0 = blockIdx.x % slabs_per_row * W::kWidth;
   const int64_t h = h0 + lane * kChannels, left = (m.H - h0) * kSize;
@@ -82,11 +85,9 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       return reinterpret_cast<const Lane*>(base + input * W::kInputBytes + i * W::kRowBytes)[lane];
     };
     bool shows[kChannels];
-    auto put = [&](S* to, const Lane& value) {
-      bool all = true;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) all &= live[c];
-      if (all) {
+    // `whole`: all channels of the warp are live, as at first. Known of a stage, so that no step has a branch.
+    auto put = [&](S* to, const Lane& value, auto whole) {
+      if constexpr (decltype(whole)::value) {
         *reinterpret_cast<Lane*>(to) = value;
       } else {
 #pragma unroll
@@ -95,7 +96,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         }
       }
     };
-    auto step = [&](const Lane& a, Lane value, const T(&previous)[kChannels], bool exists) {
+    auto step = [&](const Lane& a, Lane value, const Others& previous, bool exists, auto whole) {
       Lane gradient;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
@@ -104,47 +105,53 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         shows[c] = !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
         if constexpr (kGradients) {
-          gradient.of[c] = from_acc<S>(mended * previous[c]);
+          gradient.of[c] = from_acc<S>(mended * previous.of[c]);
           v[c] *= double(to_acc(a.of[c]));
         }
       }
-      put(x, value);
+      put(x, value, whole);
       x += m.x_t;
       if constexpr (kGradients) {
-        if (of_A && exists) put(grad_A, gradient);
+        if (of_A && exists) put(grad_A, gradient, whole);
         grad_A += m.grad_A_t;
       }
     };
-    auto previous = [&](int i, T(&to)[kChannels]) {
+    auto previous = [&](int i) {
       const Lane there = kGradients ? read(2, i) : Lane{};
+      Others others;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) to[c] = to_acc(there.of[c]);
+      for (int c = 0; c < kChannels; ++c) others.of[c] = to_acc(there.of[c]);
+      return others;
+    };
+    auto all_steps = [&](auto whole) {
+      Lane a[kSteps], value[kSteps];
+      Others other[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) a[i] = read(0, i), value[i] = read(1, i), other[i] = previous(i);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
     };
     const int64_t steps = m.T - stage * kSteps;
     if (steps > kSteps || (!kGradients && steps == kSteps)) {
-      Lane a[kSteps], value[kSteps];
-      T other[kSteps][kChannels];
+      bool all = true;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        a[i] = read(0, i), value[i] = read(1, i);
-        previous(i, other[i]);
+      for (int c = 0; c < kChannels; ++c) all &= live[c];
+      if (__all_sync(~0u, all)) {
+        all_steps(std::true_type{});
+      } else {
+        all_steps(std::false_type{});
       }
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true);
     } else {
       const int last = int(steps) - 1;
-      T other[kChannels];
-      for (int i = 0; i < last; ++i) {
-        previous(i, other);
-        step(read(0, i), read(1, i), other, true);
-      }
+      for (int i = 0; i < last; ++i) step(read(0, i), read(1, i), previous(i), true, std::false_type{});
       // Without a state before the first step its A has no gradient, also where lambda is not finite.
       const bool exists = kGradients && m.first != nullptr;
+      Others first;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        other[c] = exists && h + c < m.H ? static_cast<const T*>(m.first)[row * m.H + h + c] : T(0);
+        first.of[c] = exists && h + c < m.H ? static_cast<const T*>(m.first)[row * m.H + h + c] : T(0);
       }
-      step(read(0, last), read(1, last), other, exists);
+      step(read(0, last), read(1, last), first, exists, std::false_type{});
     }
     // What is as it was stays so from here on. A channel ends by itself, whatever its neighbours do.
     bool any = false;
