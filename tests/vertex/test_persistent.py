@@ -403,49 +403,12 @@ def test_what_explain_and_script_say():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tf32", [False, True])
-def test_weights_beyond_shared_memory(tf32):
-    """Some stay, the others are read at every product: of one row, of a few and of many."""
-    torch.manual_seed(0)
-    cell = models.TreeLSTM(24, 1024).cuda()
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
-    try:
-        for count in (1, 4, 30):
-            graphs = trees(random.Random(count), count).to("cuda")
-            x = torch.randn(graphs.num_vertices, 24, device="cuda", requires_grad=True)
-            said = weft.explain(cell, graphs, x, executor="persistent")
-            assert said.executor == "persistent"
-            kept = sum(size for _, _, size in said.partitions)
-            assert 0 < kept < 2 * cell.U.weight.nbytes < said.weight_bytes
-            grad = torch.randn(graphs.num_vertices, 1024, device="cuda")
-            want = results(cell.double(), graphs, x.double(), "reference", grad.double())
-            found = results(cell.float(), graphs, x, "persistent", grad)
-            again = results(cell, graphs, x, "persistent", grad)
-            for a, b, c in zip(found, want, again, strict=True):
-                assert relative_error(a, b) < (3e-3 if tf32 else 1e-5)
-                assert torch.equal(a, c)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
-@pytest.mark.cuda
-def test_a_trainer_of_weights_beyond_shared_memory():
-    torch.manual_seed(0)
-    cell, graphs = models.TreeLSTM(24, 1024).cuda(), trees(random.Random(3), 5).to("cuda")
-    x = torch.randn(graphs.num_vertices, 24, device="cuda")
-    targets = torch.randn(graphs.num_vertices, 1024, device="cuda")
-    found = []
-    for executor in ("batched", "persistent"):
-        twin = copy.deepcopy(cell)
-        trainer = weft.vertex.Trainer(twin, torch.optim.SGD(twin.parameters(), 0.05), "mse", executor=executor)
-        assert weft.explain(trainer, graphs, x).one_kernel == (executor == "persistent")
-        trainer.step(graphs, x, targets)
-        loss = trainer.sync()
-        moved = [(p - q).detach() for p, q in zip(twin.parameters(), cell.parameters(), strict=True)]
-        found.append([torch.tensor(loss), *moved])
-    for a, b in zip(*found, strict=True):
-        assert relative_error(a, b) < 1e-4
+def test_weights_beyond_shared_memory_run_batched():
+    cell, graphs = models.TreeLSTM(24, 1024).cuda(), trees(random.Random(1), 2).to("cuda")
+    x = torch.randn(graphs.num_vertices, 24, device="cuda", requires_grad=True)
+    for executor in ("auto", "persistent"):
+        assert weft.explain(cell, graphs, x, executor=executor).executor == "batched"
+    assert "the weights of the forward pass take" in weft.explain(cell, graphs, x, executor="persistent").reason
 
 
 @pytest.mark.cuda

@@ -104,7 +104,7 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
         return f"persistent kernels need compute capability 8.0, the device has {properties.major}.{properties.minor}"
     matrices = len(compiled.plan.given.matrices)
     limit = properties.shared_memory_per_block_optin
-    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, True, matrices)
+    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, _STREAMS, matrices)
     if why:
         return why
     return _not_resident(compiled, device, None)
@@ -135,6 +135,8 @@ class Geometry(NamedTuple):
 _PARTS = (1, 2, 4, 8, 16)
 _GAIN = 1.2
 """How many times as fast several groups are to be."""
+_STREAMS = False
+"""Whether blocks may read from L2 at every product what they have no room for: slower than the batched executor."""
 
 
 class _Known(NamedTuple):
@@ -278,9 +280,10 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
             continue
         # Several groups are worth it where each keeps all weights.
         if form:
-            why = _C.training_obstacle(compiled.program, most, limit, not found, *form)
+            why = _C.training_obstacle(compiled.program, most, limit, _STREAMS and not found, *form)
         else:
-            why = _C.persistent_obstacle(compiled.program, most, limit, not found, len(compiled.plan.given.matrices))
+            matrices = len(compiled.plan.given.matrices)
+            why = _C.persistent_obstacle(compiled.program, most, limit, _STREAMS and not found, matrices)
         if found and why:
             break
         rows = _row_us(compiled, most, device, limit) if costs else [0.0] * 4
@@ -507,7 +510,7 @@ def _training_obstacle(
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
     form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
-    why = _C.training_obstacle(compiled.program, most, limit, True, *form)
+    why = _C.training_obstacle(compiled.program, most, limit, _STREAMS, *form)
     if why:
         return why
     return _not_resident(compiled, call.device, form)
