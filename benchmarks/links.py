@@ -70,7 +70,7 @@ def _once_on_gpu(sent: torch.Tensor, received: torch.Tensor) -> float:
 
 
 def time_host(device: torch.device) -> float:
-    """Seconds that the host needs for an exchange over ranks, of the slowest rank, before it goes on."""
+    """Seconds that the host needs for an exchange over ranks before it goes on: the median of the slowest rank's."""
     ranks = GroupRanks(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
     x = torch.zeros(25_000, device=device)
     times = []
@@ -81,9 +81,9 @@ def time_host(device: torch.device) -> float:
         began = time.perf_counter()
         ranks.gather(x)
         times.append(time.perf_counter() - began)
-    found = torch.tensor(statistics.median(times[10:]), dtype=torch.float64, device=device)
+    found = torch.tensor(times[10:], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    return statistics.median(found.tolist())
 
 
 def fit_link(times: dict[int, float], ranks: int, near: float) -> wd.Link:

@@ -115,7 +115,7 @@ class Together:
         return fit_link(self.gathers, self.size, near)
 
     def host(self, run: Run) -> float:
-        """Median milliseconds until the host has given the device all of it, of the slowest rank; 0 on a processor,
+        """Median milliseconds of the slowest rank until its host has given the device all of it; 0 on a processor,
         which is the host."""
         if self.device.type == "cpu":
             return 0.0
@@ -127,7 +127,9 @@ class Together:
             result = run()
             times.append(1e3 * (time.perf_counter() - began))
             del result
-        return self.largest(statistics.median(times[2:]))
+        took = torch.tensor(times[2:], dtype=torch.float64, device=self.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return statistics.median(took.tolist())
 
     def _rounds(self, milliseconds: float) -> int:
         return min(max(int(500 * self.seconds / milliseconds), 3), 25)
