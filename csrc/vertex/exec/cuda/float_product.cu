@@ -1,4 +1,5 @@
-// Source: three products of TF32 for one of fp32, as in CUTLASS' example 27.
+// Source: six products of bf16 for one of fp32 (Henry, Tang and Heinecke, 2019): three numbers of bf16 sum up to a
+// float.
 //
 // Decomposition: a block has a tile of the result, 64 x 64 by 4 warps or 128 x 128 by 16, each warp 32 x 32; the blocks
 // of a cluster share a tile, each has a piece of the inner dimension, and add up what they have in the order of the
@@ -8,10 +9,7 @@
 // so that eight lanes always read from different banks. Tensor cores cut sums off instead of rounding them, so every
 // 32 of the inner dimension leave them.
 //
-// An infinity times a number whose low part is 0 is NaN: what comes out as NaN is summed up again, one by one.
-//
-// Cost: 768 clocks of a multiprocessor's tensor cores for 64 x 64 x 32, 1.3 times the rate of fp32 multiply-adds at
-// most; 16 KB of L2 for as much, half of it in the large tile.
+// An infinity has no rest, so it is NaN: what comes out as NaN is summed up again, one by one.
 #include "vertex/exec/cuda/float_product.h"
 
 #include <algorithm>
@@ -99,18 +97,6 @@ __device__ __forceinline__ void read(const float* stage, int begin, int inner, f
   }
 }
 
-// Where a fragment's registers do not come from one load, high is rounded: cut off it is the same to the tensor cores
-// as x, which the compiler then moves into place again and again.
-template <bool kTogether>
-__device__ __forceinline__ void split(float x, u32& high, u32& low) {
-  if constexpr (kTogether) {
-    high = cut_tf32(__float_as_uint(x));
-    low = __float_as_uint(x - __uint_as_float(high));
-  } else {
-    split_tf32(x, high, low);
-  }
-}
-
 template <bool kLeftByInner, bool kRightByInner>
 __device__ __noinline__ float one_by_one(const FloatProduct& p, int row, int column) {
   const long long left = kLeftByInner ? 1 : p.left.stride, right = kRightByInner ? 1 : p.right.stride;
@@ -167,27 +153,30 @@ __global__ void __launch_bounds__(kWarpsAcross* kWarpsAcross * 32, kWarpsAcross 
       float a[4][4], b[4][4];
       read<kLeftByInner, kTile>(stage, down, inner, a);
       read<kRightByInner, kTile>(stage + kSide, across, inner, b);
+      u32 lefts_of[3][2][4];
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        u32 a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int at = i % 2 + 2 * k;
-            split<false>(a[i][2 * step + k], a_high[i / 2][at], a_low[i / 2][at]);
-            split<kRightByInner>(b[i][2 * step + k], b_high[i][k], b_low[i][k]);
-          }
+          for (int t = 0; t < 3; ++t) lefts_of[t][i / 2][i % 2 + 2 * k] = take_bf16(a[i][2 * k], a[i][2 * k + 1]);
         }
-        // The small products first, and between two to the same sum all others.
+      }
 #pragma unroll
-        for (int term = 0; term < 3; ++term) {
+      for (int n = 0; n < 4; ++n) {
+        u32 rights_of[3][2];
 #pragma unroll
-          for (int m = 0; m < 2; ++m) {
+        for (int k = 0; k < 2; ++k) {
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-              mma_tf32(d[m][n], term == 0 ? a_low[m] : a_high[m], term == 1 ? b_low[n] : b_high[n]);
-            }
+          for (int t = 0; t < 3; ++t) rights_of[t][k] = take_bf16(b[n][2 * k], b[n][2 * k + 1]);
+        }
+        // The small products first, in turns of two sums.
+#pragma unroll
+        for (int order = 2; order >= 0; --order) {
+#pragma unroll
+          for (int t = order; t >= 0; --t) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m) mma_bf16(d[m][n], lefts_of[t][m], rights_of[order - t]);
           }
         }
       }

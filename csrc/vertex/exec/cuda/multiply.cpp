@@ -32,8 +32,8 @@ struct Operand {
 
 bool multiply_floats(int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
                      float* result, int64_t stride, bool more, const float* bias) {
-  constexpr int64_t kLeast = 32;  // below, most of a tile would be zeros
-  if (columns < kLeast || inner < kLeast || rows == 0) return false;
+  constexpr double kLeast = 2e9;  // multiply-adds; below, cuBLAS is as fast or faster
+  if (static_cast<double>(rows) * static_cast<double>(columns) * static_cast<double>(inner) < kLeast) return false;
   if (at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
       at::Float32Precision::TF32) {
     return false;

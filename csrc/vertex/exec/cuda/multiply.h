@@ -1,5 +1,5 @@
 // Products of the vertex engine on CUDA, without torch's dispatcher on the way, whose time the host has not: cuBLAS,
-// and of floats where TF32 is not allowed a kernel on the tensor cores (float_product.h).
+// and of many floats where TF32 is not allowed a kernel on the tensor cores (float_product.h).
 #pragma once
 #include <cstdint>
 

@@ -210,6 +210,13 @@ inline void split_tf32(float x, u32& high, u32& low) {
   low = __float_as_uint(x - __uint_as_float(high));
 }
 
+inline u32 take_bf16(float& x, float& y) {
+  const u32 pair = u32(float_to_bfloat16(x)) | u32(float_to_bfloat16(y)) << 16;
+  x -= __uint_as_float(pair << 16);
+  y -= __uint_as_float(pair & 0xffff0000u);
+  return pair;
+}
+
 inline u32 round_tf32(u32 x) {
   return (x + 0x1000) & 0xffffe000u;
 }
