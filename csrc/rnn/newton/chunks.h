@@ -42,13 +42,13 @@ constexpr int kLookEvery = 8;
 constexpr int64_t kMostAhead = 64, kMostSteps = (int64_t{1} << 31) - 1 - kMostAhead;
 
 // So many rounds there are where anything is to meet.
-constexpr int64_t kFewRounds = 6;
+constexpr int64_t kFewRounds = 5;
 
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
 // counted, and `closer` of them by at most half as much as their starts had; `before`: how many had changed in the
 // round before. Where nearly all of those that are not final change, and few come closer, the net does not forget, as
 // far as its chunks tell; and the front moves by a chunk in a round, as it does alone. Where those that change do not
-// become a quarter less from round to round, the rest is walked alone, too: after an eleventh of the rounds that there
+// become a quarter less from round to round, the rest is walked alone, too: after a fourteenth of the rounds that there
 // could be where many still change, after a fifth where few do. A step that looks takes up to twice as long, so that
 // the rounds have cost a tenth of the chain or a fifth.
 WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer,
@@ -56,7 +56,7 @@ WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t 
   const int64_t rest = chunks - round;
   return (8 * changed > 7 * rest && 2 * closer < changed) ||
          (round >= kFewRounds && 4 * changed > 3 * before &&
-          ((4 * changed > rest && 11 * round >= chunks) || 5 * round >= chunks));
+          ((4 * changed > rest && 14 * round >= chunks) || 5 * round >= chunks));
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).

@@ -190,15 +190,16 @@ def _multiprocessors(index: int | None) -> int:
 
 def newton_us(case: Case) -> float | None:
     """Of "newton" on a GPU where the net does not forget: the scan's chain, what two walks of a chunk take more beside
-    all others, the second with looks whether it meets, and what others like it take more, of as many rounds as there
-    may be while many chunks change (csrc/rnn/newton/chunks.h). None where nothing like it was measured."""
+    all others, the second with looks whether it meets, and what others like it take more, of eight rounds or as many
+    as an eighth of the chunks: more than there are where many change (csrc/rnn/newton/chunks.h), fewer than may be
+    where few do. None where nothing like it was measured."""
     us = scan_us(case)
     if us is None or case.hidden_size > 32 or not isinstance(case.steps, int):
         return None
     costs = gpu_costs.of(case.index)
     chunks, length = newton_chunks(case)
     beside, look, rounds = (costs.number(_newton_table(case), name) for name in ("beside", "look", "rounds"))
-    walks = min(chunks, max(6, -(-chunks // 11)))
+    walks = min(chunks, max(8, -(-chunks // 8)))
     more = length * (beside + max(0, walks - 2) * look) + rounds
     return us + case.layers * case.directions * more if chunks > 1 else us
 
