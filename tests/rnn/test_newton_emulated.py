@@ -200,6 +200,18 @@ def test_the_bits_do_not_depend_on_the_order(kernels) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("cell", ("rnn_tanh", "lstm"))
+def test_no_state_is_one_of_zeros(kernels, cell: str) -> None:
+    found = []
+    for given in (True, False):
+        problem = Problem(Case(cell, 60, 2, 7, 4), 4)
+        zeros = torch.zeros_like(problem.h0) if given else None
+        problem.h0, problem.c0 = zeros, zeros if cell == "lstm" else None
+        problem.run(kernels(8, 4), False, 1)
+        found.append((problem.output, problem.h_n, problem.statistics))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_other_padded_sizes(kernels, cell: str) -> None:
     for H, padded in ((20, 20), (31, 32)):

@@ -22,7 +22,8 @@ struct NewtonWarps {
 TimeChunks newton_chunks(const ScanShape& shape, int scalar_bytes);
 int64_t newton_messages(const ScanShape& shape, const TimeChunks& chunks, int scalar_bytes);
 
-// The forward pass in more than one chunk. args.cells is needed of an lstm, whether or not gates are saved.
+// The forward pass in more than one chunk. args.cells is needed of an lstm, whether or not gates are saved; h0 and c0
+// may be null for zeros.
 void newton_forward(const ScanShape& shape, const WarpForward<float>& args, const NewtonWarps& warps,
                     cudaStream_t stream);
 void newton_forward(const ScanShape& shape, const WarpForward<double>& args, const NewtonWarps& warps,

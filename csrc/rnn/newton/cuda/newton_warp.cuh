@@ -148,8 +148,9 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
   const bool own = walk.own;
   const int unit = walk.unit;
 
-  scalar h = chunk == 0 ? a.h0[b * shape.H + unit] : scalar(0);
-  scalar c = has_c(cell) && chunk == 0 ? a.c0[b * shape.H + unit] : scalar(0);
+  const bool given = chunk == 0 && a.h0 != nullptr;
+  scalar h = given ? a.h0[b * shape.H + unit] : scalar(0);
+  scalar c = has_c(cell) && given ? a.c0[b * shape.H + unit] : scalar(0);
   scalar apart = scalar(0), start_h = h, start_c = c;
   walk.template begin<false>(shape, a, b, first, length);
   walk.template walk<false>(h, c, apart);
