@@ -14,11 +14,12 @@
 // others from L2 at every use, a few pieces ahead: nobody else reads its copies, so a lane waits for nobody but itself,
 // and the first are on their way while the block waits for its rows.
 //
-// fp32 is three products of TF32, of fp32 accuracy, or of more than 8 rows six of bf16; of up to four rows it is
-// multiply-adds, because every use of a weight on the tensor cores splits it first. Half types go to the tensor cores
-// as they are. What comes out as NaN is summed up again, one by one, because an infinity is one that way.
+// fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is multiply-adds, because every use of a
+// weight on the tensor cores splits it first. Half types go to the tensor cores as they are. What comes out as NaN is
+// summed up again, one by one, because an infinity is one that way.
 //
-// Cost: 6 mma for each 16 x 16 weights and 8 rows, 60 instructions of a warp in all. As multiply-adds a row takes 9.
+// Cost: 6 mma of 2 clocks of a multiprocessor for each 16 x 16 weights and 8 rows, and more for the splits below 16
+// rows, 60 instructions of a warp in all. As multiply-adds a row takes 9.
 #pragma once
 
 #include "common/cuda/grid_barrier.jit.cuh"
@@ -149,8 +150,6 @@ struct ResidentProduct {
 
  private:
   static constexpr int kMostSums = 64;  // of a lane
-  // Many rows of floats are six products of bf16, which take as long as three of TF32 half as wide.
-  static constexpr bool kBySix = true;
   // Whether a tile has columns in this half.
   static constexpr bool has(int tile, int half) {
     return tile * 16 + half * 8 < kColumns;
@@ -493,12 +492,6 @@ struct ResidentProduct {
     }
   }
 
-  // Two of four neighbours as three pairs of bf16 each.
-  static __device__ __forceinline__ void three(const FourOf<E>& four, int which, u32& high, u32& middle, u32& low) {
-    float x = float(four.x[2 * which]), y = float(four.x[2 * which + 1]);
-    high = take_bf16(x, y), middle = take_bf16(x, y), low = take_bf16(x, y);
-  }
-
   // Two of four neighbours.
   static __device__ __forceinline__ u32 pair(const FourOf<E>& four, int which) {
     return u32(four.x[2 * which].bits) | u32(four.x[2 * which + 1].bits) << 16;
@@ -587,7 +580,6 @@ struct ResidentProduct {
                                               float* partials, const Source& source, const Store& store,
                                               const Between& between) {
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1;
-    constexpr bool kThrees = kMultiply == Multiply::kFloat && kBySix;
     constexpr int kAhead = kEighths <= 8 ? 3 : 1;  // chunks that are asked for before they are multiplied
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = warp & (parts - 1), slice = warp / parts, slices = kWarps / parts;
@@ -645,11 +637,8 @@ struct ResidentProduct {
             }
           }
         }
-        u32 a_high[2][4], a_low[2][4], a_three[3][4];
-        if constexpr (kThrees) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) three(ahead[i][r % 2], r / 2, a_three[0][r], a_three[1][r], a_three[2][r]);
-        } else if constexpr (kMultiply == Multiply::kHalf) {
+        u32 a_high[2][4], a_low[2][4];
+        if constexpr (kMultiply == Multiply::kHalf) {
           a_high[0][0] = pair(ahead[i][0], 0), a_high[0][1] = pair(ahead[i][1], 0);
           a_high[0][2] = pair(ahead[i][0], 1), a_high[0][3] = pair(ahead[i][1], 1);
         } else {
@@ -665,19 +654,6 @@ struct ResidentProduct {
 #pragma unroll
         for (int n = 0; n < kEighths; ++n) {
           const FourOf<E> w = reader.take(chunk, n);
-          if constexpr (kThrees) {
-            u32 b[3][2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) three(w, r, b[0][r], b[1][r], b[2][r]);
-            // The small products first.
-            mma_bf16(d[n], a_three[2], b[0]);
-            mma_bf16(d[n], a_three[1], b[1]);
-            mma_bf16(d[n], a_three[0], b[2]);
-            mma_bf16(d[n], a_three[1], b[0]);
-            mma_bf16(d[n], a_three[0], b[1]);
-            mma_bf16(d[n], a_three[0], b[0]);
-            continue;
-          }
           if constexpr (kMultiply == Multiply::kHalf) {
             const u32 b[2] = {pair(w, 0), pair(w, 1)};
             mma_half(d[n], a_high[0], b);

@@ -51,7 +51,8 @@ def test_it_measures_and_changes_nothing_else(device, cache):
     assert {"batched", "reference"} <= entry["microseconds"].keys() and all(
         t > 0 for t in entry["microseconds"].values()
     )
-    assert found.executor == entry["executor"] == min(entry["microseconds"], key=entry["microseconds"].get)
+    fastest = min(entry["microseconds"], key=entry["microseconds"].get)  # perhaps with the parts of a grouping
+    assert entry["executor"] == fastest and found.executor == fastest.partition("/")[0]
     assert torch.equal(before[3], torch.get_rng_state()) and m.program is before[2]
     assert x.grad is None and m.W.weight.grad is before[1] and (before[1] == 1).all() and m.W.bias.grad is None
     torch.testing.assert_close(m(graphs, x), before[0], rtol=1e-5, atol=1e-6)

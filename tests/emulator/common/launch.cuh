@@ -7,15 +7,6 @@
 namespace weft {
 
 inline void cuda_check(int, const char*) {}
-inline int cudaGetDevice(int* device) {
-  *device = 0;
-  return 0;
-}
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-template <typename... Params>
-int cudaFuncSetAttribute(void (*)(Params...), cudaFuncAttribute, int) {
-  return 0;
-}
 inline int cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   std::memset(data, value, bytes);
   return 0;
@@ -27,7 +18,7 @@ struct Grid {
 };
 
 struct DeviceLimits {
-  int sm_count, compute_capability = 90;
+  int sm_count;
 };
 inline int processors = 3;
 inline DeviceLimits device_limits() {

@@ -1,13 +1,10 @@
 #include "vertex/exec/cuda/multiply.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Exceptions.h>
 
 #include <algorithm>
 #include <limits>
-
-#include "vertex/exec/cuda/float_product.h"
 
 namespace weft::vertex {
 namespace {
@@ -30,38 +27,8 @@ struct Operand {
 
 }  // namespace
 
-bool multiply_floats(int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
-                     float* result, int64_t stride, bool more, const float* bias) {
-  constexpr double kLeast = 2e9;  // multiply-adds; below, cuBLAS is as fast or faster
-  if (static_cast<double>(rows) * static_cast<double>(columns) * static_cast<double>(inner) < kLeast) return false;
-  if (at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-      at::Float32Precision::TF32) {
-    return false;
-  }
-  const bool left_by_inner = left.column_stride == 1 && left.row_stride >= inner;
-  const bool right_by_columns = right.column_stride == 1 && right.row_stride >= columns;
-  const FloatProduct p = {
-      {static_cast<const float*>(left.data), left_by_inner ? left.row_stride : left.column_stride, left_by_inner},
-      {static_cast<const float*>(right.data), right_by_columns ? right.row_stride : right.column_stride,
-       !right_by_columns},
-      result,
-      stride,
-      bias,
-      rows,
-      columns,
-      inner,
-      more};
-  if (!takes_float_product(p)) return false;
-  launch_float_product(p, at::cuda::getCurrentCUDAStream());
-  return true;
-}
-
 void multiply(DType dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
               void* result, int64_t stride, bool more) {
-  if (dtype == DType::f32 &&
-      multiply_floats(rows, columns, inner, left, right, static_cast<float*>(result), stride, more, nullptr)) {
-    return;
-  }
   // torch's own wrappers are not exported.
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   const Operand a(right, columns), b(left, inner);

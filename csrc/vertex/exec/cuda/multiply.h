@@ -1,5 +1,4 @@
-// Products of the vertex engine on CUDA, without torch's dispatcher on the way, whose time the host has not: cuBLAS,
-// and of many floats where TF32 is not allowed a kernel on the tensor cores (float_product.h).
+// Products of the vertex engine on CUDA: cuBLAS, without torch's dispatcher on the way, whose time the host has not.
 #pragma once
 #include <cstdint>
 
@@ -17,10 +16,5 @@ struct Factor {
 // `more`. On the current stream, with torch's handle, workspace and setting of TF32.
 void multiply(DType dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
               void* result, int64_t stride, bool more);
-
-// The same of floats by that kernel, + `bias` of the columns where there is one; false, and nothing is done, where it
-// does not take them.
-bool multiply_floats(int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
-                     float* result, int64_t stride, bool more, const float* bias);
 
 }  // namespace weft::vertex

@@ -1,5 +1,5 @@
-// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are
-// cuBLAS's or a kernel's (multiply.h), sums of vectors one kernel (totals.cu). The host runs
+// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's, sums of vectors
+// one kernel (totals.cu). The host runs
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph. Gradients of matrices run
 // on a second stream.
 //
@@ -99,24 +99,15 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   void product(const Step& step, int64_t first, int64_t count) override {
+    if (step.bias >= 0) return AtenExecutor::product(step, first, count);
     const Matrix& m = memory().matrices[step.matrix];
-    const Factor rows = {row(step.source, first), stride(step.source), 1};
     const Factor matrix = {m.data, step.transposed ? m.column_stride : m.row_stride,
                            step.transposed ? m.row_stride : m.column_stride};
     const int64_t inner = width(step.source), columns = width(step.target);
-    if (step.bias >= 0) {
-      if (m.dtype == DType::f32 &&
-          multiply_floats(count, columns, inner, rows, matrix, static_cast<float*>(row(step.target, first)),
-                          stride(step.target), /*more=*/false,
-                          static_cast<const float*>(memory().buffers[step.bias].data))) {
-        return;
-      }
-      return AtenExecutor::product(step, first, count);
-    }
     if (columns == 0) return;
     if (inner == 0) return zero(step, first, count);
-    multiply(m.dtype, count, columns, inner, rows, matrix, row(step.target, first), stride(step.target),
-             /*more=*/false);
+    multiply(m.dtype, count, columns, inner, {row(step.source, first), stride(step.source), 1}, matrix,
+             row(step.target, first), stride(step.target), /*more=*/false);
   }
 
   void outer(const Step& step, int64_t first, int64_t count, bool more) override {

@@ -150,13 +150,6 @@ inline u32 address_in(u32 of_rank, u32 own_address) {
   if (own_address >> emulator::kRankBits) emulator::fail("address that is already one of the cluster");
   return own_address | (of_rank + 1) << emulator::kRankBits;
 }
-inline u32 load(u32 address) {
-  emulator::Block& of = emulator::block_at(address);
-  if (of.running == 0) emulator::fail("a read from a block that has ended");
-  u32 x;
-  std::memcpy(&x, emulator::shared_at(of, address & ((1u << emulator::kRankBits) - 1), 4), 4);
-  return x;
-}
 inline void send(u32 address, uint4 v, u32 barrier) {
   emulator::Block& to = emulator::block_at(address);
   if (&emulator::block_at(barrier) != &to) emulator::fail("a message and its barrier are in different blocks");
@@ -208,13 +201,6 @@ inline void mma_half_tf32(float (&d)[4], const u32* a, const u32* b) {
 inline void split_tf32(float x, u32& high, u32& low) {
   high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(x - __uint_as_float(high));
-}
-
-inline u32 take_bf16(float& x, float& y) {
-  const u32 pair = u32(float_to_bfloat16(x)) | u32(float_to_bfloat16(y)) << 16;
-  x -= __uint_as_float(pair << 16);
-  y -= __uint_as_float(pair & 0xffff0000u);
-  return pair;
 }
 
 inline u32 round_tf32(u32 x) {
