@@ -21,8 +21,8 @@
 // backward before the one that reads the gradients of the gates.
 //
 // Cost of a Tree-LSTM of H 256 on an H100: 1.4 us a frontier of one row forward and 2.2 backward, with one group; both
-// passes of 256 trees take 0.55 ms with several. With one group most of the time of many rows goes into the reads of all
-// rows from L2 by every block.
+// passes of 256 trees take 0.55 ms with several. With one group most of the time of many rows goes into the reads of
+// all rows from L2 by every block.
 #include "common/cuda/grid_barrier.jit.cuh"
 #include "jit/resident_product.jit.cuh"
 #include "vertex/exec/cuda/body.jit.cuh"
