@@ -90,7 +90,7 @@ def test_a_bad_row_stays_alone(where: str, bad: float) -> None:
 @pytest.mark.parametrize("kind", shared.CHAOS)
 def test_chaotic_states(kind: str, reverse: bool) -> None:
     for T, B, H in [(10_000, 2, 6), (3_000, 1, 20), (1_100, 2, 40), (700, 2, 40)]:
-        extremes.test_chaotic_states(T, B, H, kind, "diagonal", reverse, "cuda")
+        extremes.test_chaotic_states(("diagonal", T, B, H), kind, reverse, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["up", "down", "both", "zeros"])

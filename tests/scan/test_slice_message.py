@@ -149,7 +149,9 @@ def _steps_in_bfloat16(B: int, H: int, forgets: float, reverse: bool, device: st
         return [t.bfloat16() for t in found]
 
     for got, want, before in zip(mended(torch.bfloat16), mended(torch.float32), (x, grad_b, grad_A), strict=True):
-        assert torch.equal(got, want) and not torch.equal(got, before)
+        # Where the seam ends a walk in bfloat16 has stages of more steps: rarely a number is rounded the other way.
+        assert (got != want).float().mean() < 1e-3 and not torch.equal(got, before)
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-22)
     with pytest.raises(TypeError, match=r"^slice_mend_: state must be float32 beside x in bfloat16, got BFloat16"):
         ops.slice_mend_(x, A, state.bfloat16(), None, reverse)
 

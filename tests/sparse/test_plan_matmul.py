@@ -482,7 +482,7 @@ def test_what_a_plan_for_a_gpu_knows_of_few_columns(columns: int, narrow: bool) 
 
 @pytest.mark.cuda
 @dtypes
-@pytest.mark.parametrize("columns", [5, 10, 32])
+@pytest.mark.parametrize("columns", [6, 10, 32])
 @pytest.mark.parametrize("batch", [(None, None), (3, None), (None, 9), (5, 5)], ids=str)
 def test_a_gpu_multiplies_by_few_columns(batch: tuple, columns: int, dtype: torch.dtype) -> None:
     a, b = few_columns(columns, batch, dtype, "cuda")

@@ -84,7 +84,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
     auto read = [&](int input, int i) {
       return reinterpret_cast<const Lane*>(base + input * W::kInputBytes + i * W::kRowBytes)[lane];
     };
-    bool shows[kChannels];
+    bool shows[kChannels] = {};  // in any step of the stage: that it does not in one may be because x is large there
     // `whole`: all channels of the warp are live, as at first. Known of a stage, so that no step has a branch.
     auto put = [&](S* to, const Lane& value, auto whole) {
       if constexpr (decltype(whole)::value) {
@@ -102,7 +102,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       for (int c = 0; c < kChannels; ++c) {
         if constexpr (!kGradients) v[c] *= double(to_acc(a.of[c]));
         const T old = to_acc(value.of[c]), mended = old + T(v[c]);
-        shows[c] = !(mended == old || old != old);
+        shows[c] |= !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
         if constexpr (kGradients) {
           gradient.of[c] = from_acc<S>(mended * previous.of[c]);
