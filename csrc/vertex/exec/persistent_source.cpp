@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "vertex/exec/cuda/persistent.jit.cuh"
-#include "vertex/exec/pair.h"
 #include "vertex/exec/script.h"
 #include "vertex/program/source.h"
 
@@ -106,7 +105,7 @@ struct Room {
       const Share& share = partition.shares[i];
       const Sizes& sizes =
           products.emplace_back(i, Sizes(program, *partition.steps[i], share, partition.blocks)).second;
-      sums = std::max<int64_t>(sums, int64_t{kPairRows} * share.columns * 4);
+      sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
       slot = std::max(slot, sizes.piece);
       of[part(partition, i)] += sizes.weights();

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "vertex/exec/pair.h"
-
 namespace weft::vertex {
 namespace {
 
@@ -293,7 +291,7 @@ std::vector<ScriptInstruction> script_of(const Program& program, const Partition
               }
               ScriptInstruction* const last = script.empty() ? nullptr : &script.back();
               if (last != nullptr && last->op == ScriptInstruction::kRun && v.op == ScriptInstruction::kRun &&
-                  last->count <= kPairRows && v.count * share.columns <= kMostPairElements &&
+                  last->count <= kMostPairRows && v.count * share.columns <= kMostPairElements &&
                   pairs(partition, last->step, v.step)) {
                 last->op = ScriptInstruction::kPair;
                 last->next = v.step;

@@ -30,6 +30,6 @@ struct ScriptInstruction {
 };
 
 // Rows of the product of a pair, and elements of a kernel that a block has in one.
-constexpr int kMostPairRows = 8, kMostPairElements = 512;
+constexpr int kMostPairRows = 32, kMostPairElements = 512;
 
 }  // namespace weft::vertex
