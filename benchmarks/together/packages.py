@@ -45,10 +45,16 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
     name = over.name(package="flash-linear-attention", dtype="bf16", H=width, B=1, T=T, heads=heads)
 
     def run(results: Results) -> Rows:
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        try:
+            return rows_of(results)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def rows_of(results: Results) -> Rows:
         from fla.ops.cp import build_cp_context
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
         _tune_little()
 
         def inputs_of(rank: int) -> list[Tensor]:
@@ -90,7 +96,6 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
                 ours = over.size * float(row["weft"]) / float(row["peer_value"])
                 peer = "flash-linear-attention"
                 rows.append(results.put(beside, "forward_of_all_over_one", "relative", ours, peer, theirs))
-        faulthandler.cancel_dump_traceback_later()
         return rows
 
     return Entry(name, ("of_all_over_one",), run)

@@ -263,6 +263,10 @@ CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like)
   check_indices(op, "patterns", {p.a_crow, p.expand, p.pieces, p.segments, p.narrow}, like);
   TORCH_CHECK_VALUE(p.lists.scalar_type() == at::kShort && p.lists.device() == like.device() && p.lists.is_contiguous(),
                     op, ": the lists of pieces must be int16 on ", like.device());
+  TORCH_CHECK_VALUE(p.pieces.numel() % kPieceNumbers == 0 &&
+                        (p.narrow.numel() == 0 || p.narrow.numel() == 2 * (p.b_crow.size(0) - 1)),
+                    op, ": patterns must be of a plan, got ", p.pieces.numel(), " numbers of pieces and ",
+                    p.narrow.numel(), " of rows of few columns");
   CsrMatmul m{};
   m.dtype = dtype_of(like), m.wide = is_wide(p.a_crow);
   m.rows = p.a_crow.size(0) - 1, m.inner = p.b_crow.size(0) - 1;

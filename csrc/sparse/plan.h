@@ -297,7 +297,8 @@ inline std::vector<RowKind> choose_expanded(const std::vector<RowCount>& rows, s
 // rows of a have several elements.
 constexpr int64_t kNarrow = 32, kNarrowProducts = 4, kNarrowElements = 8;
 constexpr bool worth_narrow(int64_t columns, int64_t products, int64_t a_elements, int64_t elements) {
-  return columns <= kNarrow && products >= kNarrowProducts * a_elements && products >= kNarrowElements * elements;
+  return products > 0 && columns <= kNarrow && products >= kNarrowProducts * a_elements &&
+         products >= kNarrowElements * elements;
 }
 
 // (rows of b, 2): the first element, and a bit for each column.

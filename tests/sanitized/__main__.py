@@ -64,7 +64,10 @@ def under(tool: str, part: str, sanitizer: str, limit: float, end: float) -> Res
             what = f"not finished in {limit:.0f} s"
     result = Result(tool, part, what, time.perf_counter() - start)
     told = TABLE.format(*result)
-    print(told if what == "passed" else f"{told}\n{output.decode(errors='replace')[-10_000:]}", flush=True)
+    text = output.decode(errors="replace")
+    if len(text) > 20_000:  # the first report names the kernel
+        text = f"{text[:10_000]}\n...\n{text[-10_000:]}"
+    print(told if what == "passed" else f"{told}\n{text}", flush=True)
     return result
 
 

@@ -293,7 +293,8 @@ void Tracker::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     ++saves;
   }
   // The first uses count the zeros of what may be worth compressing; later ones learn them from compressing.
-  const bool counts = plan_ == nullptr && forward == 0 && b.eligible && record.number >= use.counts_from;
+  const bool counts =
+      plan_ == nullptr && forward == 0 && b.eligible && record.number >= use.counts_from && !capturing();
   if (counts && engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
     const auto began = std::chrono::steady_clock::now();

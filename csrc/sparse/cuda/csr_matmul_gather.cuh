@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t d
       I r[kLoads], l[kLoads];
 #pragma unroll
       for (int p = 0; p < kLoads; ++p) {
-        l[p] = begin[p % kElements] + step + p / kElements, real[p] = l[p] < end[p % kElements];
+        real[p] = step + p / kElements < end[p % kElements] - begin[p % kElements];
+        l[p] = real[p] ? begin[p % kElements] + step + p / kElements : I(0);
       }
 #pragma unroll
       for (int p = 0; p < kLoads; ++p) r[p] = !right ? l[p] : real[p] ? right[l[p]] : I(0);

@@ -61,9 +61,11 @@ class Slice(NamedTuple):
 
 
 def sent_bytes(A: Tensor, b: Tensor) -> int:
-    """What a rank tells of its slice: a product, a value, and whether a state leaves it."""
-    numbers = math.prod(product_shape(A, b)) + b.shape[1:].numel() + 1
-    return numbers * (8 if b.dtype == torch.float64 else 4)
+    """What a rank tells of its slice: a product, a value, and whether a state leaves it. Complex numbers are told as
+    pairs, and their products as matrices of pairs."""
+    pair = 2 if b.is_complex() else 1
+    numbers = pair**2 * math.prod(product_shape(A, b)) + pair * b.shape[1:].numel() + 1
+    return numbers * (8 if b.dtype in (torch.float64, torch.complex128) else 4)
 
 
 def is_varying(A: Tensor, b: Tensor) -> bool:

@@ -95,10 +95,11 @@ def linear_scan(
     One collective forward, one backward, or ceil(log2 ranks) rounds of send and receive where :func:`exchange` finds
     them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
     Gradients of any order are scans over ranks themselves. Complex numbers are scanned as pairs, by matrices of 2 x 2
-    where A is diagonal, which take four times its memory. Products that overflow or underflow where the states do not
-    do no harm. But a slice is summed up in one map, in the digits of float64 (float32's where CUDA has chunk maps) and
-    with a value of the state's own dtype, of bfloat16 in float32: where what the map makes of a state cancels against
-    what it adds, digits are lost, which :func:`weft.scan.linear_scan` would save step by step.
+    where A is diagonal, which take twice its memory and are written out for every step where A is constant.
+    Products that overflow or underflow where the states do not do no harm. But a slice is summed up in one map, in
+    the digits of float64 (float32's where CUDA has chunk maps) and with a value of the state's own dtype, of
+    bfloat16 in float32: where what the map makes of a state cancels against what it adds, digits are lost, which
+    :func:`weft.scan.linear_scan` would save step by step.
 
     Raises:
         TypeError: an argument is no tensor, has another dtype, or dtypes differ; the group is none.

@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int k = 0; k < kChunk; ++k) next += grads[buffer][k][threadIdx.x];
       const float before = bias;
       bias += next, lost = (bias - before) - next;
+      if (!(fabsf(bias) < INFINITY)) lost = 0;  // of an infinity it would be NaN
     }
     if (more) put(buffer ^ 1);
     __syncthreads();

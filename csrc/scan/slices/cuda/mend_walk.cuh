@@ -4,8 +4,9 @@
 // as v still shows in a float.
 //
 // Decomposition, shared memory: those of the scan's own walk (scan/linear/cuda/diagonal_walk.cuh). What is on its way
-//   when the last channel of a warp ends is read for nothing: five stages of 16 steps.
-// Registers: v, in double, which neither leaves its range before a float does nor adds roundings of its own.
+//   when the last channel of a warp ends is read for nothing: all stages of the ring but one.
+// Registers: v, in double, which neither leaves its range before a float does nor adds roundings of its own. Of nothing
+// an infinite A makes nothing.
 #pragma once
 #include "scan/linear/cuda/diagonal_walk.cuh"
 #include "scan/slices/cuda/mend_walk.h"
@@ -100,13 +101,13 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       Lane gradient;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        if constexpr (!kGradients) v[c] *= double(to_acc(a.of[c]));
+        if constexpr (!kGradients) v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
         const T old = to_acc(value.of[c]), mended = old + T(v[c]);
         shows[c] |= !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
         if constexpr (kGradients) {
           gradient.of[c] = from_acc<S>(mended * previous.of[c]);
-          v[c] *= double(to_acc(a.of[c]));
+          v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
         }
       }
       put(x, value, whole);

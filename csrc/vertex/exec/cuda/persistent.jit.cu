@@ -15,10 +15,10 @@
 // of the weights and has graphs of its own: every block of a group reads all rows of a product, so what the groups read
 // of L2 for a row goes with their blocks, and few rows take the shortest where all blocks are one. A block owns the
 // same columns of every kernel and the columns of each matrix that these read (csrc/vertex/program/partition.h). What
-// it keeps of the matrices lies in shared memory from the first frontier to the last; what has no room there it reads
-// from L2 at every frontier, as buffers. Blocks meet
-// only where a step reads what others wrote: of a Tree-LSTM once a frontier, forward before the product that reads h,
-// backward before the one that reads the gradients of the gates.
+// it keeps of the matrices lies in shared memory from the first frontier to the last. A kernel that is compiled so
+// reads what has no room there from L2 at every product; calls take none, since on an H100 those reads wait for each
+// other. Blocks meet only where a step reads what others wrote: of a Tree-LSTM once a frontier, forward before the
+// product that reads h, backward before the one that reads the gradients of the gates.
 //
 // Cost of a Tree-LSTM of H 256 on an H100: 1.4 us a frontier of one row forward and 2.2 backward, with one group; both
 // passes of 256 trees take 0.55 ms with several. With one group most of the time of many rows goes into the reads of
@@ -147,7 +147,10 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
     }
     const ScriptInstruction instruction = window[at % kScriptWindow];
     const int first = instruction.first, count = instruction.count;
-    if (instruction.op == ScriptInstruction::kEnd) return;
+    if (instruction.op == ScriptInstruction::kEnd) {
+      await_weights(loading);  // nothing may come into the memory of a block that has ended
+      return;
+    }
     if (instruction.op == ScriptInstruction::kSignal) {
       weft::group_signal(count ? a.arrived : arrived);
       continue;
