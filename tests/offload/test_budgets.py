@@ -187,38 +187,34 @@ def test_without_budget_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled(moved, True)
 
 
-@cuda
-def test_without_budget_a_trial_is_all_that_a_step_bound_by_the_host_has_of_hooks() -> None:
+def bound_by_the_host(uses: int) -> tuple[offload, dict]:
+    """Uses of many small tensors, whose operations take the device less time than the host: hooks are all that it waits
+    for. The object without a budget, and its report."""
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
     expected = plain_gradient(x, 60)
     for _ in range(5):  # other processes on the GPU may be all that it waits for
         off = offload(min_bytes=0, compress=None)
-        for _ in range(20):
+        for _ in range(uses):
             with off:
                 y = chain(x, 60)
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
         report = numbers(off)
         if report["stepped_aside"]:
             break
+    return off, report
+
+
+@cuda
+def test_without_budget_a_trial_is_all_that_a_step_bound_by_the_host_has_of_hooks() -> None:
+    off, report = bound_by_the_host(20)
     assert report["stepped_aside"] and report["slowdown"] > 0.02
     assert report["moved_bytes"] == report["host_bytes"] == 0 and not off._latest.use.timed
 
 
 @cuda
 def test_without_budget_a_step_bound_by_the_host_has_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small tensors, whose operations take the device less time than the host: hooks are all that it waits for."""
-    x = torch.randn(64, 64, device="cuda", requires_grad=True)
-    expected = plain_gradient(x, 60)
     plan_at_once(monkeypatch)
-    for _ in range(5):  # other processes on the GPU may be all that it waits for
-        off = offload(min_bytes=0, compress=None)
-        for _ in range(40):
-            with off:
-                y = chain(x, 60)
-            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
-        report = numbers(off)
-        if report["stepped_aside"]:
-            break
+    _, report = bound_by_the_host(40)
     assert report["uses"] == 40 and report["slowdown"] > 0.02 and report["stepped_aside"]
     assert report["saved_bytes"] > 0  # of the last use that had hooks
 

@@ -13,7 +13,7 @@ from weft._vertex.calls import prepare
 from weft._vertex.runtime import persistent
 from weft.vertex import models
 
-from tests.vertex.cells import Gates, Messages, Twice, shared_layer, typed
+from tests.vertex.cells import GatedChain, Gates, Messages, Narrow, Twice, shared_layer, typed
 from tests.vertex.naive import random_dag, random_tree
 
 from .common import bfloat16, device, double, half, single, synchronize
@@ -55,35 +55,6 @@ def batched() -> None:
                 x = torch.randn(graphs.num_vertices, X, device=device(), dtype=dtype, requires_grad=True)
                 module(graphs, x, executor="batched").square().sum().backward()
     synchronize()
-
-
-class GatedChain(weft.VertexFunction):
-    """A cell over chains that is none of the models'."""
-
-    def __init__(self, x: int, h: int) -> None:
-        super().__init__(h)
-        self.W, self.U, self.V = nn.Linear(x, 2 * h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
-
-    def vertex(self, v) -> None:
-        s = v.gather(0)
-        a, b = self.W(v.pull()).chunk(2, 1)
-        z = torch.sigmoid(a + self.U(s))
-        h = (1 - z) * torch.tanh(b + self.V(z * s)) + z * s
-        v.scatter(h)
-        v.push(h)
-
-
-class Narrow(weft.VertexFunction):
-    """A run of element-wise operations that is narrower than the state, so that blocks have no column of it."""
-
-    def __init__(self, x: int, h: int, narrow: int) -> None:
-        super().__init__(h)
-        self.W, self.U, self.V = nn.Linear(x, h), nn.Linear(h, narrow), nn.Linear(narrow, h)
-
-    def vertex(self, v) -> None:
-        h = torch.tanh(self.W(v.pull()) + self.V(torch.tanh(self.U(v.gather_sum()))))
-        v.scatter(h)
-        v.push(h)
 
 
 def full_trees(rng: random.Random, count: int) -> weft.Graphs:

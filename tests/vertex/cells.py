@@ -130,6 +130,35 @@ class Gates(weft.VertexFunction):
         v.push(h)
 
 
+class GatedChain(weft.VertexFunction):
+    """A cell over chains that is none of the models'."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.U, self.V = nn.Linear(x, 2 * h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
+
+    def vertex(self, v):
+        s = v.gather(0)
+        a, b = self.W(v.pull()).chunk(2, 1)
+        z = torch.sigmoid(a + self.U(s))
+        h = (1 - z) * torch.tanh(b + self.V(z * s)) + z * s
+        v.scatter(h)
+        v.push(h)
+
+
+class Narrow(weft.VertexFunction):
+    """A run of element-wise operations that is narrower than the state, so that blocks have no column of it."""
+
+    def __init__(self, x, h, narrow):
+        super().__init__(h)
+        self.W, self.U, self.V = nn.Linear(x, h), nn.Linear(h, narrow), nn.Linear(narrow, h)
+
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull()) + self.V(torch.tanh(self.U(v.gather_sum()))))
+        v.scatter(h)
+        v.push(h)
+
+
 def shared_layer(x, h):
     """Two functions with a layer in common."""
 

@@ -19,7 +19,7 @@ from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
 from tests.common import relative_error
-from tests.vertex.cells import Messages, Twice, typed
+from tests.vertex.cells import GatedChain, Messages, Narrow, Twice, typed
 from tests.vertex.naive import random_dag, random_tree
 from tests.vertex.test_source import MODELS, check_written_kernels
 
@@ -323,19 +323,6 @@ def test_values_of_any_bits_do_not_block():
     assert y.isnan().all()
 
 
-class Narrow(weft.VertexFunction):
-    """A run of element-wise operations that is narrower than the state."""
-
-    def __init__(self, x, h, narrow):
-        super().__init__(state_size=h)
-        self.W, self.U, self.V = nn.Linear(x, h), nn.Linear(h, narrow), nn.Linear(narrow, h)
-
-    def vertex(self, v):
-        h = torch.tanh(self.W(v.pull()) + self.V(torch.tanh(self.U(v.gather_sum()))))
-        v.scatter(h)
-        v.push(h)
-
-
 @pytest.mark.cuda
 def test_kernels_of_which_some_blocks_have_no_column():
     """Of 256 columns each has some, of 232 not, however blocks are grouped; a thread has several of a row."""
@@ -353,26 +340,10 @@ def test_kernels_of_which_some_blocks_have_no_column():
             assert relative_error(a, b) < 1e-5
 
 
-class Own(weft.VertexFunction):
-    """A GRU-like cell of the user's own."""
-
-    def __init__(self, x, h):
-        super().__init__(state_size=h)
-        self.W, self.U, self.V = nn.Linear(x, 2 * h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
-
-    def vertex(self, v):
-        s = v.gather(0)
-        a, b = self.W(v.pull()).chunk(2, 1)
-        z = torch.sigmoid(a + self.U(s))
-        h = (1 - z) * torch.tanh(b + self.V(z * s)) + z * s
-        v.scatter(h)
-        v.push(h)
-
-
 @pytest.mark.cuda
 def test_a_cell_of_the_users_own_over_chains():
     torch.manual_seed(0)
-    cell = Own(6, 40).cuda()
+    cell = GatedChain(6, 40).cuda()
     graphs = weft.Graphs.chain([17, 5, 1]).to("cuda")
     x = torch.randn(23, 6, device="cuda", requires_grad=True)
     found = weft.explain(cell, graphs, x, executor="persistent")

@@ -44,8 +44,7 @@ class Explanation:
     launches: int | None = None
     """Of kernels, forward and backward."""
     weight_bytes: int | None = None
-    """Of parameters that they read from global memory: what stays on the chip once, and what has no room there at every
-    product."""
+    """Of parameters, that they read from global memory: once for each copy of the weights."""
 
     def __str__(self) -> str:
         return f"{self.cell} on {self.graphs}\nruns as {self.executor!r} ({self.reason}); asked for: {self.asked!r}"

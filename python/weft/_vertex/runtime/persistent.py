@@ -243,11 +243,11 @@ def _found(compiled: batched.Batched, device: torch.device, all_of_them: list[Ge
 
 def _tables(compiled: batched.Batched) -> tuple[str, str]:
     """The names of the costs of persistent kernels and of the batched executor, by the type of the products in the
-    frontiers; none where there are several."""
+    frontiers. Of several types nothing was measured: no table has that name."""
     frontiers = compiled.plan.frontiers
     products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
     narrow = {frontiers.buffers[s.source].dtype != "float32" for s in products}
-    end = {frozenset([True]): ".half", frozenset([True, False]): ".mixed"}.get(frozenset(narrow), "")
+    end = ".mixed" if len(narrow) > 1 else ".half" if True in narrow else ""
     return f"vertex.persistent{end}", f"vertex.batched{end}"
 
 
