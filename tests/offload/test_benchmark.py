@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks import models, offload
+from benchmarks import densities, models, offload
 from benchmarks.common import Results, measure, parse_case
 
 
@@ -90,7 +90,7 @@ def test_density_rows(tmp_path) -> None:
     pytest.importorskip("sklearn")
     results = Results(tmp_path / "offload.csv")
     net = functools.partial(models.vgg19, 10, 2, 32)
-    rows = offload.density_entry("vgg19", net, "cpu", size=32, steps=2).run(results)
+    rows = densities.density_entry("vgg19", net, "cpu", size=32, steps=2).run(results)
     assert len(rows) == 2 * 18 and len(results.rows) == 2 * 18
     assert all(0 <= float(row["weft"]) <= 1 and 1 / 32 <= float(row["peer_value"]) <= 1 for row in rows)
 
