@@ -87,13 +87,14 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: 
 
 
 def readme_rows(results: Results) -> list[tuple[Line, Row]]:
-    """The lines of the README's table with their rows, as far as they were measured; of several GPUs' the newest."""
+    """The lines of the README's table with their rows, as far as they were measured; of several GPUs' the newest, of a
+    day's the last by the name of its GPU."""
     found = []
     for line in README_LINES:
         wanted = line.case, line.metric, line.peer
         rows = [r for r in results.get(line.room, ()) if (r["case"], r["metric"], r["peer"]) == wanted]
         if rows:
-            found.append((line, max(rows, key=lambda row: row["date"])))
+            found.append((line, max(rows, key=lambda row: (row["date"], row["gpu"]))))
     return found
 
 

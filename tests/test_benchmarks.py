@@ -403,10 +403,10 @@ def test_verdicts():
 NOT_REACHED: frozenset[str] = frozenset({
     "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1 algorithm=newton weights=3 "
     "forward of scan, at least 0.909091x",
+    'worst of 54 sequences that "auto" takes, at least 0.909x of scan',
 })  # fmt: skip
 """Targets of the rnn engine, in the words of their verdicts, that the committed rows do not reach."""
-NOT_MEASURED = ("cell=lstm device=cuda dtype=bf16 H=1024 B=16 T=1024 heads=8", "cell=gru device=cuda dtype=bf16 H=2048",
-                "flashrnn", "device=cpu dtype=fp32 H=256 B=16 T=256 heads=4", " weights=")  # fmt: skip
+NOT_MEASURED = ("flashrnn", "device=cpu dtype=fp32 H=256 B=16 T=256 heads=4")
 """Parts of the words of targets that need not have a row."""
 
 
