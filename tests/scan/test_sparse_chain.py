@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,6 +285,33 @@ def test_single_products_again_and_captured(size: int, B: int, dtype: torch.dtyp
         graph.replay()
         for g, w in zip(captured, chain(), strict=True):
             assert torch.equal(g, w)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize(("size", "blocks"), [(37, 1), (110, 2), (300, 4), (600, 8), (1100, 16)])
+def test_clusters_of_every_number_of_blocks(size: int, blocks: int, B: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Whose numbers stay in the block, or are sent; rows for one turn of a cluster's threads and for two."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no clusters")
+    grad = torch.randn(B, size, device="cuda").to(dtype)
+    jacobians = []
+    for k, (columns, rows) in enumerate(pairwise([size, size + 3, size, size - 1, size + 1, size])):
+        jacobians.append(sparse(rows, columns, B if k == 1 else None, dtype, "cuda", 20 / size))
+        jacobians += [relu_jacobian(torch.randn(B, rows, device="cuda").to(dtype))] * (k % 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with poisoned():
+            got = chain_backward(grad, jacobians, "linear")
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (grid,) = [event["args"]["grid"] for event in events if "csr_chain_cluster_kernel" in event.get("name", "")]
+    assert grid == [B * blocks, 1, 1]
+    for J, (x, g) in zip(jacobians, pairwise(got), strict=True):
+        assert_close(g, J.to(torch.float64).mv(x.double()))
+    for g, again in zip(got, chain_backward(grad, jacobians, "linear"), strict=True):
+        assert torch.equal(g, again)
 
 
 @pytest.mark.cuda

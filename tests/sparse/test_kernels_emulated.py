@@ -188,19 +188,28 @@ def vectors(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> 
 
 def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
     """Products of every length of rows, with diagonals between them, at the ends and side by side; once more than a
-    launch takes. Of some the values are where their layers have them."""
+    launch takes. Of some the values are where their layers have them. In clusters of one block, and of several."""
+    count = 20 if seed else 52
+    kinds = [((0.02, 0.2, 1.0, None, None)[(k + seed) % 5], 30 + 7 * k % 41) for k in range(count)]
+    yield from of_chain(index, dtype, batch, seed, kinds, (True, 11), (False, count))
+    if seed < 4:  # threads that poll for messages take an emulator long
+        kinds = [(0.2, 70), (None, 70), (0.3, 150), (0.4, 90), (None, 90), (0.1, 40)]  # 150: two turns of two blocks
+        yield from of_chain(index, dtype, batch, seed, kinds, (True, 6))
+
+
+def of_chain(
+    index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int, kinds: list, *runs: tuple[bool, int]
+) -> Iterator[Call]:
+    """`kinds`: each one's density, None for a diagonal, and rows; `runs`: in clusters or not, of how many of them."""
     torch.manual_seed(seed)
-    B, count = max(n or 1 for n in batch), 20 if seed else 52
-    kinds = [(0.02, 0.2, 1.0, None, None)[(k + seed) % 5] for k in range(count)]
-    n, links, x = 40, [], torch.randn(B, 40, dtype=dtype)
-    grad = x
-    for k, density in enumerate(kinds):
+    B = max(n or 1 for n in batch)
+    n, links, grad = 40, [], torch.randn(B, 40, dtype=dtype)
+    for k, (density, rows) in enumerate(kinds):
         lead = [] if batch[k % 2] is None else [B]
         if density is None:
             reads = -(k % 2) if lead else 0
             links.append((None, None, torch.randn(*lead, n, dtype=dtype), n, None, reads))
             continue
-        rows = 30 + (7 * k) % 41
         J = random_csr(rows, n, None, density, dtype, index=index)
         values, source, reads = torch.randn(*lead, J.nnz, dtype=dtype) / (1 + J.nnz / rows) ** 0.5, None, 0
         if not lead and k % 3:
@@ -231,8 +240,7 @@ def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> I
 
         return passes
 
-    # Threads that poll for messages take an emulator long.
-    yield from (run(True, 11), run(False, count))
+    yield from (run(*one) for one in runs)
 
 
 def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
@@ -424,7 +432,10 @@ FLAWS = {
     "writes another lane's samples": (CHAINED, "kLanesOver + part_of_tile].v[s]", "kLanesOver].v[s]"),
     "multiplies the diagonal before": (CHAINED, "diagonal_value<T>(diagonal, first + s, row)", "ahead.scale[s]"),
     "writes the vector that is read": (CHAINED, "    to = x, x = written", "    x = written"),
-    "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),
+    "sends into the vector that is read": (CLUSTER, "shared_address(vector(p + 1)", "shared_address(vector(p)"),
+    "stores in the vector that is read": (CLUSTER, "vector(p + 1)[row]", "vector(p)[row]"),
+    "sends in a cluster of one block": (CLUSTER, "if (chain.blocks > 1) {", "if (chain.blocks > 0) {"),
+    "sends another row's number": (CLUSTER, "(message * kNumbers<T> + i) * kLanes", "message * kNumbers<T> + i"),
     "takes a ReLU's output for its derivative": (LINKS, "reads == 0 ? number", "reads < 1 ? number"),
     "reads a weight in order": (CLUSTER, "[first + part.from[u]]", "[first + part.col[u] % 9]"),
     "takes an output for another": (CLUSTER, "link.values, first + part.col[u]", "link.values, first"),

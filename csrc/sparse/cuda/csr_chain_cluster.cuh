@@ -5,7 +5,8 @@
 // come, columns and values of each row's first elements are read into registers two products ahead, and where rows
 // begin three ahead. Vectors of two products lie in turn in two buffers: a block that sends the product after next has
 // received all of the next one, which others sent after they had received and read this one. So every block must have
-// rows of every product that is not the last.
+// rows of every product that is not the last. A cluster of one block, in which st.async is not defined, stores the
+// numbers in its own memory, and its threads meet.
 #pragma once
 #include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
@@ -137,12 +138,17 @@ struct ClusterRun {
     }
   }
 
+  // That product p of the launch reads.
+  __device__ __forceinline__ acc_t<T>* vector(int p) const {
+    return buffers + (p & 1) * chain.room;
+  }
+
   // Product p of the launch, of link k; sent where another one follows.
   template <int kLanes>
   __device__ __forceinline__ void multiply(int k, int p, const RowPart<I, T>& part, bool sent) const {
     constexpr int kRows = 32 / kLanes, kMessages = kRows / kNumbers<T>;  // of a warp
     const ClusterLink& link = chain.links[k];
-    const acc_t<T>* x = buffers + (p & 1) * chain.room;
+    const acc_t<T>* x = vector(p);
     const I* col = static_cast<const I*>(link.col);
     const int first = warp * kRows, step = chain.blocks * kClusterWarps * kRows;
     for (int base = first; base < link.rows; base += step) {
@@ -174,7 +180,12 @@ struct ClusterRun {
         }
         if (writes) out_of(diagonal)[row] = number;
       }
-      if (sent) send<kLanes, kMessages>(base, p, to_acc(number), link.rows);
+      if (!sent) continue;
+      if (chain.blocks > 1) {
+        send<kLanes, kMessages>(base, p, to_acc(number), link.rows);
+      } else if (writes) {
+        vector(p + 1)[row] = to_acc(number);
+      }
     }
   }
 
@@ -191,7 +202,7 @@ struct ClusterRun {
     if (row >= rows) return;
     uint4 words;
     memcpy(&words, numbers, sizeof(words));
-    const u32 to = shared_address(buffers + ((p + 1) & 1) * chain.room + row);
+    const u32 to = shared_address(vector(p + 1) + row);
     for (int block = lane / kMessages; block < chain.blocks; block += 32 / kMessages) {
       cluster::send(cluster::address_in(block, to), words, cluster::address_in(block, barrier(p)));
     }
@@ -203,7 +214,7 @@ struct ClusterRun {
 
   // Of the product of link k: nothing where none is sent, because it is the last.
   __device__ __forceinline__ void expect(int p, int k) const {
-    if (threadIdx.x != 0 || product_from(k + 1) >= chain.count) return;
+    if (threadIdx.x != 0 || chain.blocks == 1 || product_from(k + 1) >= chain.count) return;
     mbarrier_expect(barrier(p), 16 * ((chain.links[k].rows + kNumbers<T> - 1) / kNumbers<T>));
   }
 
@@ -255,8 +266,9 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     run.read_numbers(following, next);
     run.read(part, after, ends);
     ends = run.first_ends(later);
-    mbarrier_wait<true>(run.barrier(p), (p >> 1) & 1);
-    // All warps have seen this phase before the barrier can begin the one after next, which looks the same.
+    if (chain.blocks > 1) mbarrier_wait<true>(run.barrier(p), (p >> 1) & 1);
+    // All warps have seen this phase before the barrier can begin the one after next, which looks the same; those of a
+    // single block have stored and read their numbers.
     __syncthreads();
     if (after < chain.count) run.expect(p, after);
     k = next, next = after, after = later, ++p;

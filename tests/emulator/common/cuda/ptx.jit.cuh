@@ -152,6 +152,7 @@ inline u32 address_in(u32 of_rank, u32 own_address) {
 }
 inline void send(u32 address, uint4 v, u32 barrier) {
   emulator::Block& to = emulator::block_at(address);
+  if (to.cluster->blocks.size() < 2) emulator::fail("a message in a cluster of one block");
   if (&emulator::block_at(barrier) != &to) emulator::fail("a message and its barrier are in different blocks");
   unsigned char* const at = emulator::shared_at(to, address & ((1u << emulator::kRankBits) - 1), 16);
   emulator::Arrivals& arrivals = emulator::arrivals_at(to, barrier);
