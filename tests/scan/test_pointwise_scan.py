@@ -96,10 +96,11 @@ def test_lengths(T, device):
 
 
 @pytest.mark.parametrize("size", [(0, (2, 3)), (4, (0, 3)), (4, (2, 0)), (0, (0,))])
-def test_empty(size):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_empty(algorithm, size):
     case = STEPS["lstm"]
     lists = mapped(lambda t: t.requires_grad_(), arguments(case, *size))
-    states = pointwise_scan(case.step, *lists)
+    states = pointwise_scan(case.step, *lists, algorithm=algorithm)
     assert all(s.shape == (size[0], *size[1]) for s in states)
     sum(s.sum() for s in states).backward()
     assert all(t.grad is None or not t.grad.any() for t in leaves(lists))

@@ -226,8 +226,9 @@ class Call:
             returned = self.step(h[0] if self.single[0] else tuple(h), x[0] if self.single[1] else tuple(x), given)
             h = check_returned(self.op, returned, len(self.init), self.single[0], acc, shape)
             states.append(h)
-        if not states:
-            return self.returned([t.new_empty((0, *shape)) for t in self.init])
+        if not states:  # a part of the graph all the same, as the operator's
+            nothing = torch.cat([t.flatten()[:0] for t in self.tensors])
+            return self.returned([nothing.view(0, *shape) for _ in self.init])
         if reverse:
             states.reverse()
         return self.returned([torch.stack(s).to(dtype) for s in zip(*states, strict=True)])

@@ -56,14 +56,20 @@ class Batched:
         kept = tuple(replace(f, vertex=None) for f in functions)
         return Batched(kept, plan, before, program, frontiers, _direct(functions, plan, before))
 
-    def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, matrices and vectors of the plan."""
+    def operands(self, given: Sequence[Tensor], levels: reference.Plan) -> list[Tensor]:
+        """The inputs, matrices and vectors of the plan. Linear layers leave out, as zeros, rows of other functions'
+        vertices: what lies there is not read, and gradients of zero times NaN would be NaN."""
         operands = self.plan.given
         inputs, matrices = given[: len(operands.inputs)], given[len(operands.inputs) :][: len(operands.matrices)]
         vectors = given[len(operands.inputs) + len(operands.matrices) :]
         found = list(inputs)
         for i, (matrix, bias) in operands.layers.items():
-            found[i] = torch.nn.functional.linear(inputs[i], matrices[matrix], None if bias is None else vectors[bias])
+            x, own = inputs[i], None
+            if len(self.functions) > 1:
+                own = levels.vertices(operands.inputs[i][0])
+                x = x.index_select(0, own)
+            y = torch.nn.functional.linear(x, matrices[matrix], None if bias is None else vectors[bias])
+            found[i] = y if own is None else y.new_zeros((len(inputs[i]), *y.shape[1:])).index_copy(0, own, y)
         turned = (matrices[number].t() if turn else matrices[number] for number, turn in operands.matrix_of)
         return [*found, *turned, *(vectors[number] for number in operands.vector_of)]
 
@@ -320,7 +326,7 @@ def _differentiable(
         # One tensor may be given in several places, each of which has a gradient of its own.
         given = [x.view_as(x) for x in given]
         asked = [x for x, n in zip(given, needed, strict=True) if n]
-        outputs = _replayed(compiled, levels, given)
+        outputs = _replayed(compiled, levels(), given)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found = iter(
             torch.autograd.grad(
@@ -332,10 +338,10 @@ def _differentiable(
     return [next(found) if n else None for n in needed]
 
 
-def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Sequence[Tensor]) -> list[Tensor]:
+def _replayed(compiled: Batched, levels: reference.Plan, given: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of the frontiers by the reference executor, from what they are given."""
     plan, functions, device = compiled.plan, compiled.functions, compiled.type.device
-    operands = compiled.operands(given)
+    operands = compiled.operands(given, levels)
     inputs, shared = operands[: len(plan.inputs)], operands[len(plan.inputs) :]
     rows = {f"%{i}": x for i, x in enumerate(inputs)}
     shared = dict(zip((*plan.matrices, *plan.vectors), shared, strict=True))
@@ -354,7 +360,7 @@ def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Se
             outputs=specs, sums=sums, pulls=frozenset(pulled.values()), pulls_edges=frozenset(), in_place=False
         )
         replays.append(reference.Function(replay, type, shown))
-    outputs = reference.run(replays, levels(), rows)
+    outputs = reference.run(replays, levels, rows)
     return [o.reshape(len(o), -1) for o in outputs]
 
 

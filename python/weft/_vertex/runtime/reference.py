@@ -138,6 +138,12 @@ class Plan:
             )
         ]
 
+    def vertices(self, function: int) -> Tensor:
+        """Those that run it."""
+        pieces = self.order.split([t.rows for t in self.tasks])
+        own = [piece for piece, t in zip(pieces, self.tasks, strict=True) if t.function == function]
+        return torch.cat(own) if own else self.order[:0]
+
     def read(self) -> None:
         """The current stream is going to read it: where another one made it, its memory is not given away before."""
         keep_until_read(self._held)
