@@ -17,7 +17,8 @@ from tests.sanitized import common
 ROOT = Path(__file__).parents[1]
 ON_CPU = (
     "heads", "newton", "steps", "complex_scans", "batch_first", "readouts", "pointwise", "sequential", "sparse",
-    "batched", "persistent", "trainer", "copies", "slices",
+    "chains", "batched", "persistent_trees", "persistent_edges", "persistent_others", "trainer", "trainer_edges",
+    "trainer_types", "copies", "slices",
 )  # fmt: skip
 
 

@@ -23,6 +23,17 @@ def scans(group: StandIn) -> None:
                 backward(wd.linear_scan(A, b, x0, group=group, **flags))
         (A,) = tensors((20, 8, 8), dtype=dtype)
         backward(wd.linear_scan(A, tensors((20, 3, 8), dtype=dtype)[0], group=group))
+    # Of so many channels that each has a lane that mends it.
+    for dtype in (single, bfloat16, double) if group.rank == 2 else ():
+        for reverse in (False, True):
+            A, b, x0 = tensors((40, 3, 2880), (40, 3, 2880), (3, 2880), dtype=dtype)
+            backward(wd.linear_scan(A, b, x0, group=group, reverse=reverse))
+            with torch.no_grad():
+                wd.linear_scan(A, b, x0, group=group, reverse=reverse)
+    for dtype in (torch.complex64, torch.complex128):
+        A, b, x0 = tensors((37, 2, 5), (37, 2, 5), (2, 5), dtype=dtype)
+        backward(wd.linear_scan(A, b, x0, group=group))
+        backward(wd.linear_scan(A[0, 0], b, group=group, reverse=True))
     if group.rank == 0:  # the gradient of whose likes is read
         grad, *jacobians = tensors((2, 12), *[(2, 12, 12)] * 6)
         backward(*wd.chain_backward(grad, jacobians, group=group))

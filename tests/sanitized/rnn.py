@@ -99,32 +99,35 @@ def heads() -> None:
         (weft.nn.RNN, {}), (weft.nn.GRU, {}), (weft.nn.LSTM, {}), (weft.nn.SLSTM, {}),
         (weft.nn.SLSTM, {"forget_gate": "exp"}),
     )  # fmt: skip
-    for make, options in layers:
-        for count, size, dtype in ((1, 24, single), (3, 7, single), (4, 64, bfloat16), (5, 17, half)):
-            for T, B, both in ((6, 5, True), (9, 2, False)):
-                layer = make(
-                    3, count * size, num_heads=count, bidirectional=both, algorithm="persistent", device=device(),
-                    dtype=dtype, **options,
-                )  # fmt: skip
-                (x,) = tensors((T, B, 3), dtype=dtype)
-                output, states = layer(x)
-                backward(output, states)
-                lengths = torch.tensor([T, *[T - 3] * (B - 1)])
-                output, states = layer(nn.utils.rnn.pack_padded_sequence(x, lengths))
-                backward(output.data, states)
+    sizes = [(1, 24, single), (3, 7, single), (4, 64, bfloat16), (5, 17, half)]
+    for i, (make, options) in enumerate(layers):  # kernels are compiled for each
+        for k, (T, B, both) in enumerate(((6, 5, True), (9, 2, False))):
+            count, size, dtype = sizes[(i + 2 * k) % 4]
+            layer = make(
+                3, count * size, num_heads=count, bidirectional=both, algorithm="persistent", device=device(),
+                dtype=dtype, **options,
+            )  # fmt: skip
+            (x,) = tensors((T, B, 3), dtype=dtype)
+            output, states = layer(x)
+            backward(output, states)
+            lengths = torch.tensor([T, *[T - 3] * (B - 1)])
+            output, states = layer(nn.utils.rnn.pack_padded_sequence(x, lengths))
+            backward(output.data, states)
     synchronize()
 
 
 def by_newton(
-    cell: str, H: int, T: int, B: int, chunks: int, scale: float = 1.0, dtype: torch.dtype = single, both: bool = False
-) -> None:
-    """`scale`, of the recurrent weights, says how long the net remembers."""
+    cell: str, H: int, T: int, B: int, chunks: int, scale: float = 1.0, dtype: torch.dtype = single, both: bool = False,
+    begins: bool = True,
+) -> None:  # fmt: skip
+    """`scale`, of the recurrent weights, says how long the net remembers; `begins`: with states."""
     directions, rows = 2 if both else 1, GATES[cell] * H
     x, h, *weights = tensors(
         (T, B, 3), (directions, B, H), *[(rows, 3), (rows, H), (rows,), (rows,)] * directions, dtype=dtype
     )
     for w_hh in weights[1::4]:
         w_hh.data *= scale * H**-0.5 / 0.3
+    h = h if begins else None
     with variables(WEFT_RNN_NEWTON_CHUNKS=chunks), weft.scan.newton_report():
         output, h_n, *_ = torch.ops.weft.rnn(
             x, h, h if cell == "lstm" else None, weights, cell=cell, bidirectional=both, backward="newton"
@@ -138,11 +141,13 @@ def newton() -> None:
         for H in (5, 8, 20, 32):
             by_newton(cell, H, T=90, B=3, chunks=7)
         by_newton(cell, 20, T=60, B=2, chunks=5, both=True)
+        by_newton(cell, 20, T=60, B=2, chunks=5, begins=False)
         by_newton(cell, 20, T=96, B=2, chunks=12, scale=1.5 if cell == "rnn_relu" else 12.0)
         by_newton(cell, 13, T=50, B=2, chunks=1)
         by_newton(cell, 20, T=60, B=2, chunks=5, dtype=bfloat16)
         by_newton(cell, 9, T=60, B=2, chunks=5, dtype=double)
         by_newton(cell, 48, T=60, B=2, chunks=5)
+        by_newton(cell, 48, T=60, B=2, chunks=5, begins=False)
         by_newton(cell, 48, T=60, B=2, chunks=5, scale=1.5 if cell == "rnn_relu" else 12.0)
     synchronize()
 

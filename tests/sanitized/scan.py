@@ -113,6 +113,7 @@ def sequential() -> None:
     """Backward passes along layers, of which nobody writes Jacobians: of convolutions with groups, pooling, linear
     layers and what lies between, dense and pruned, in the chain and in the tree, with all parameters' gradients."""
     nets = {
+        6: [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh(), nn.Flatten()],
         8: [nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5, bias=False)],
         12: [
             nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 6, 3, groups=2),

@@ -24,7 +24,7 @@ def random_csr(rows: int, columns: int, batch: int | None, dtype: torch.dtype, i
 def sparse() -> None:
     """Products with vectors, matrices and each other, transposed in the backward pass; values of strided, dilated
     and grouped convolutions, whole and pruned, and of max-pooling; products that are so large that an operand is laid
-    out for them; chains of sparse, dense and diagonal Jacobians, by clusters and by the whole grid."""
+    out for them; chains of sparse, dense and diagonal Jacobians."""
     for dtype in FLOATS:
         for batch in (None, 1, 3):
             for index in (torch.int32, torch.int64):
@@ -57,9 +57,20 @@ def sparse() -> None:
         pool = max_pool2d_jacobian(hidden, (3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)
         for right in (relu_jacobian(hidden), pool):
             plan_matmul(conv, right)(conv, right)
-        long = [random_csr(2100, 2100, None, dtype, torch.int32) for _ in range(3 if device() == "cuda" else 0)]
-        chain_backward(torch.randn(2, 2100, device=device()).to(dtype), long, schedule="linear")
     synchronize()
 
 
-PARTS = {"sparse": sparse}
+def chains() -> None:
+    """Of products alone, with diagonals between them: by clusters of one block, of two and of four, whose numbers are
+    sent, and by the whole grid."""
+    for dtype in FLOATS:
+        for index in (torch.int32, torch.int64):
+            for size, count in ((37, 4), (110, 5), (300, 3), *[(2100, 3)] * (device() == "cuda")):
+                for B in (1, 2):
+                    each = [random_csr(size, size, B if k == 1 else None, dtype, index) for k in range(count)]
+                    each.insert(2, relu_jacobian(torch.randn(B, size, device=device()).to(dtype)))
+                    chain_backward(torch.randn(B, size, device=device()).to(dtype), each, schedule="linear")
+    synchronize()
+
+
+PARTS = {"sparse": sparse, "chains": chains}
