@@ -133,7 +133,8 @@ TORCH_LIBRARY(weft, m) {
       "bool[7] output_mask, int num_heads=1) -> Tensor[]",
       tags);
 
-  // distributed: python/weft/_distributed/scan.py, of the ops above and of torch's collectives; `group` is its name
+  // distributed: python/weft/_distributed/slice_scan.py, of the ops above and of torch's collectives; `group` is its
+  // name
   m.def(
       "slice_scan(Tensor A, Tensor b, Tensor? x0, Tensor? extra, str group, bool reverse, bool transpose, "
       "bool ends) -> (Tensor x, Tensor entered, Tensor end, Tensor products)",

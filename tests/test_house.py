@@ -44,7 +44,7 @@ WITHOUT = {
     "chain_backward": dict.fromkeys(FILES[2:], _OF_ATEN),
     "scan_cell": dict.fromkeys(FILES[2:], _OF_ATEN),
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
-    "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
+    "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/slice_scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
     "slice_begin": dict.fromkeys(FILES[2:4], "made of linear_scan and slice_message, which have them"),
     "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},

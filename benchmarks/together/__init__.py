@@ -15,9 +15,9 @@ import time
 import torch.distributed as dist
 
 from benchmarks.common import DTYPES, Entry, Results, run_entries, show
-from benchmarks.links import put_link, time_gathers, time_host
-from benchmarks.together.common import Together
-from benchmarks.together.layers import layer_entry
+from benchmarks.links import put_link, time_gathers
+from benchmarks.together.common import Together, time_start
+from benchmarks.together.layers import directions_entry, layer_entry
 from benchmarks.together.offload import offload_entry
 from benchmarks.together.packages import package_entries
 from benchmarks.together.scans import scan_entry
@@ -29,13 +29,14 @@ WEAK = {"linear_scan diagonal": 1 << 17, "linear_scan dense": 250_000, "mingru_s
 
 
 def entries(over: Together) -> list[Entry]:
-    """The most important ones first."""
+    """Those first that say most in little time."""
     if over.device.type == "cpu":
         return [
             scan_entry(over, "diagonal", "fp32", 64, 2, 4096),
             scan_entry(over, "diagonal", "bf16", 64, 2, 1024),
             scan_entry(over, "dense", "fp32", 8, 2, 2048),
             *(layer_entry(over, cell, 8, 2, 600) for cell in ("RNN", "GRU", "LSTM")),
+            directions_entry(over, 16, 2, 1024),
             stack_entry(over, 32, 2, 2, 1024),
             example_entry(over, 4000, 8),
             offload_entry(over, 64, 256, 4, 100_000),
@@ -50,21 +51,33 @@ def entries(over: Together) -> list[Entry]:
         return scan_entry(over, "diagonal", dtype, 1536, 8, T)
 
     longest = fitting["fp32"][0]
-    return [
-        diagonal("fp32", longest),
-        scan_entry(over, "dense", "fp32", 20, 16, 1_000_000),
-        *(layer_entry(over, cell, 20, 16, 30_000) for cell in ("RNN", "GRU", "LSTM")),
-        scan_entry(over, "dense", "fp32", 20, 16, 30_000),
+    found = [
+        *short_entries(over),
+        directions_entry(over, 512, 8, 1 << 16),
         example_entry(over, 1_000_000, 32),
+        *(diagonal(dtype, 1 << 16) for dtype in ("fp32", "bf16")),
+        diagonal("fp32", longest),
         stack_entry(over, 512, 4, 8, 1 << 16),
+        scan_entry(over, "dense", "fp32", 20, 16, 1_000_000),
         *weak_entries(over),
-        *(diagonal("fp32", T) for T in (1 << 18, 1 << 16) if T < longest),
-        *(diagonal("bf16", T) for T in (fitting["bf16"][0], 1 << 16)),
+        diagonal("fp32", 1 << 18),
+        diagonal("bf16", fitting["bf16"][0]),
         offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
-        *(diagonal("fp32", T) for T in fitting["fp32"] if T not in (longest, 1 << 18, 1 << 16)),
-        *(layer_entry(over, cell, 20, 16, 240_000) for cell in ("RNN", "GRU", "LSTM")),
-        scan_entry(over, "dense", "fp32", 20, 16, 240_000),
+        *(diagonal("fp32", T) for T in fitting["fp32"]),
         example_entry(over, 1_000_000, 256),
+    ]
+    return [*{entry.name: entry for entry in found}.values()]
+
+
+def short_entries(over: Together) -> list[Entry]:
+    """Those whose devices wait for their hosts, and the same of eight times as many steps."""
+    return [
+        entry
+        for T in (30_000, 240_000)
+        for entry in (
+            *(layer_entry(over, cell, 20, 16, T) for cell in ("RNN", "GRU", "LSTM")),
+            scan_entry(over, "dense", "fp32", 20, 16, T),
+        )
     ]
 
 
@@ -86,13 +99,12 @@ def run_together(results: Results, text: str, seconds: float, minutes: float) ->
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
         results.save = lambda: None
     try:
-        over.gathers, over.exchange_host = time_gathers(over.device), time_host(over.device)
+        over.gathers, over.exchange_start = time_gathers(over.device), time_start(over)
         show(put_link(results, over.device.type, over.backend, over.size, over.gathers))
         results.save()
         # Those of packages, whose kernels compile for long, alone where they are asked for.
         packages = package_entries(over) if text == PACKAGES else []
-        by_name = {entry.name: entry for entry in packages or entries(over)}
-        for entry in by_name.values():
+        for entry in packages or entries(over):
             if not entry.matches(text):
                 continue
             if over.largest(time.monotonic() > deadline):

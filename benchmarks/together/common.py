@@ -16,6 +16,7 @@ import torch.distributed as dist
 import weft.distributed as wd
 from torch import Tensor
 from weft._distributed.group import GroupRanks
+from weft._distributed.stand_in import StandIn
 
 from benchmarks.common import Results, case_name
 from benchmarks.links import fit_link
@@ -42,7 +43,7 @@ class Together:
         dist.init_process_group(self.backend, timeout=timedelta(seconds=100))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gathers: dict[int, float] = {}
-        self.exchange_host = 0.0
+        self.exchange_start = 0.0
         memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else 1 << 30
         self.room = ROOM * memory
 
@@ -140,6 +141,10 @@ class Together:
             torch.cuda.empty_cache()
 
 
+Mark = Any
+"""A moment: an event of a GPU's stream, seconds of a processor's clock."""
+
+
 class Watched:
     """Of the collectives of a block: what this rank sends to each other one, and how long they take on its stream, each
     on the rank that comes last and waits for no other."""
@@ -148,44 +153,64 @@ class Watched:
         self.over = over
         self.sent: list[int] = []
         self.milliseconds = 0.0
-        self._took: list[Callable[[], float]] = []
+        """From where they begin."""
+        self.waited = 0.0
+        """From where the stream has nothing else to do."""
+        self._marks: list[tuple[Mark, Mark, Mark]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        originals = GroupRanks.gather, GroupRanks.shift
+        originals = GroupRanks.begin_gather, GroupRanks.shift
 
-        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(ranks: GroupRanks, x: Tensor, *others: Any) -> Any:
-                self.sent.append(x.numel() * x.element_size())
-                if x.device.type == "cpu":
-                    began = time.perf_counter()
-                    result = original(ranks, x, *others)
-                    took = 1e3 * (time.perf_counter() - began)
-                    self._took.append(lambda: took)
-                    return result
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                result = original(ranks, x, *others)
-                end.record()
-                self._took.append(lambda: begin.elapsed_time(end))
+        def begin_gather(ranks: GroupRanks, x: Tensor) -> Callable[[], Tensor]:
+            begin = self._told(x)
+            wait = originals[0](ranks, x)
+
+            def waited() -> Tensor:
+                reached = _mark(x.device)
+                result = wait()
+                self._marks.append((begin, reached, _mark(x.device)))
                 return result
 
-            return call
+            return waited
 
-        GroupRanks.gather, GroupRanks.shift = (watched(original) for original in originals)
+        def shift(ranks: GroupRanks, x: Tensor, by: int) -> Tensor | None:
+            begin = self._told(x)
+            result = originals[1](ranks, x, by)
+            self._marks.append((begin, begin, _mark(x.device)))
+            return result
+
+        GroupRanks.begin_gather, GroupRanks.shift = begin_gather, shift
         try:
             yield
         finally:
-            GroupRanks.gather, GroupRanks.shift = originals
+            GroupRanks.begin_gather, GroupRanks.shift = originals
         # Not where the block failed: this rank ends then, and the others with it.
         self.over.wait()
-        of_each = torch.tensor([took() for took in self._took], dtype=torch.float64, device=self.over.device)
+        took = [[_between(begin, end), _between(reached, end)] for begin, reached, end in self._marks]
+        of_each = torch.tensor(took, dtype=torch.float64, device=self.over.device).view(-1, 2)
         dist.all_reduce(of_each, dist.ReduceOp.MIN)
-        self.milliseconds = of_each.sum().item()
+        self.milliseconds, self.waited = of_each.sum(0).tolist()
+
+    def _told(self, x: Tensor) -> Mark:
+        self.sent.append(x.numel() * x.element_size())
+        return _mark(x.device)
+
+
+def _mark(device: torch.device) -> Mark:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: Mark, end: Mark) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 def watch(over: Together, run: Run) -> Watched:
-    """The median of a few."""
+    """The medians of a few."""
     found = []
     for _ in range(5):
         dist.barrier()
@@ -194,7 +219,10 @@ def watch(over: Together, run: Run) -> Watched:
         with watched.watching():
             run()
         found.append(watched)
-    return sorted(found, key=lambda watched: watched.milliseconds)[len(found) // 2]
+    watched = found[0]
+    watched.milliseconds = statistics.median(w.milliseconds for w in found)
+    watched.waited = statistics.median(w.waited for w in found)
+    return watched
 
 
 def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> Run:
@@ -211,6 +239,43 @@ def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -
     return both if gradients else forward
 
 
+def time_start(over: Together) -> float:
+    """Milliseconds that an exchange adds to a call whose device has nothing to do but wait for its host: the way of the
+    collective through the host, and of ranks that come a little later than others. 0 on a processor, which is the host.
+    """
+    if over.device.type == "cpu":
+        return 0.0
+    inputs = [torch.rand(64, 2, 8, device=over.device) for _ in range(2)]
+    group = StandIn(over.size // 2, over.size)
+    try:
+        times = over.measure(
+            {
+                "ranks": step_of(wd.linear_scan, inputs, False),
+                "part": step_of(lambda A, b: wd.linear_scan(A, b, group=group), inputs, False),
+            }
+        )
+    finally:
+        group.close()
+    return max(times["ranks"] - times["part"], 0.0)
+
+
+def behind_host(part: float, host: float, exchanges: int, start: float) -> float:
+    """What a step takes whose device waits for its host. The host gives the device its work in as many phases as there
+    are exchanges, and one more, all alike here; the device is done with the last of them a phase after the host.
+
+    Args:
+        part: what the step takes where exchanges take no time.
+        host: until its host has given it to the device.
+        start: what an exchange adds to that.
+    """
+    phases = exchanges + 1
+    # Of the device alone. Part is that and the host's first phase, or the host's time and the device's last phase.
+    busy = phases * max(part - host, 0.0)
+    if busy > host:
+        busy = part - host / phases
+    return host + exchanges * start + busy / phases
+
+
 def compare(
     over: Together, results: Results, name: str, metric: str, times: dict[str, float], watched: Watched
 ) -> Rows:
@@ -223,12 +288,14 @@ def compare(
         link = over.link(sent[0])
         fixup = max(times["part"] - times["slice"], 0.0) / 1e3
         first = wd.exchange(over.size, sent[0], link).seconds
-        host = times["host"] / 1e3 + len(sent) * over.exchange_host if times["host"] > 0 else 0.0
+        host = 0.0
+        if times["host"] > 0:
+            host = behind_host(times["part"], times["host"], len(sent), over.exchange_start) / 1e3
         said = wd.predict(
             times["one_rank"] / 1e3, over.size, sent[0], fixup=fixup + between - first, link=link, host=host
         )
         times["predicted"] = 1e3 * said.seconds
-        told = {"part": times["part"], "its host": times["host"], "host of an exchange": 1e3 * over.exchange_host}
+        told = {"part": times["part"], "its host": times["host"], "start of an exchange": over.exchange_start}
         told = ", ".join(f"{what} {took:.4g} ms" for what, took in told.items())
         print(f"{name} {metric}: {told}, {len(sent)} exchanges", flush=True)
     for peer, took in times.items():

@@ -1,14 +1,19 @@
-"""Layers that walk in rounds over ranks."""
+"""Layers over ranks: those that walk in rounds, and the two directions of one."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import weft
 import weft.distributed as wd
 from torch import Tensor, nn
+from weft._distributed import exchanging, scan
+from weft._distributed.exchanging import Exchanging
+from weft._distributed.group import Ranks
 from weft._distributed.stand_in import StandIn
 
 from benchmarks.common import Entry, Results, check_agreement, relative_error
@@ -68,3 +73,41 @@ def layer_entry(over: Together, cell: str, H: int, B: int, T: int) -> Entry:
         return rows
 
     return Entry(name, ("backward", "forward"), run)
+
+
+def one_after_the_other(ranks: Ranks, calls: Sequence[Exchanging[Any]]) -> list[Any]:
+    """In the place of weft's run_together: nothing is done while an exchange is on its way."""
+    return [exchanging.run(ranks, call) for call in calls]
+
+
+def directions_entry(over: Together, H: int, B: int, T: int) -> Entry:
+    """A bidirectional layer: what it waits for exchanges while its other direction goes on, and where it does not."""
+    name = over.name(cell="mingru", dtype="fp32", H=H, B=B, T=T, directions=2)
+
+    def run(results: Results) -> Rows:
+        torch.manual_seed(0)
+        layer = wd.shard_time(weft.nn.MinGRU(H, H, bidirectional=True, device=over.device))
+        x = torch.randn(wd.slice_sizes(T, over.size)[over.rank], B, H, device=over.device)
+
+        def step() -> Tensor:
+            layer.zero_grad()
+            output = layer(x)[0]
+            output.backward(torch.ones_like(output))
+            return output.detach()
+
+        def apart() -> Tensor:
+            together, scan.run_together = scan.run_together, one_after_the_other
+            try:
+                return step()
+            finally:
+                scan.run_together = together
+
+        steps = {"ranks": step, "one_after_the_other": apart}
+        check_agreement(name, {"output": relative_error(step(), apart())}, 0.0)
+        times, waited = over.measure(steps), {who: watch(over, run).waited for who, run in steps.items()}
+        return [
+            results.put(name, metric, "ms", took["ranks"], "one_after_the_other", took["one_after_the_other"])
+            for metric, took in (("forward_backward", times), ("forward_backward_waits", waited))
+        ]
+
+    return Entry(name, ("forward_backward", "forward_backward_waits"), run)

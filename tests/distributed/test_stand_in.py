@@ -14,6 +14,7 @@ from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
 
 from benchmarks.links import BYTES, fit_link
+from benchmarks.together.common import behind_host
 from tests.common import assert_close
 
 
@@ -72,6 +73,17 @@ def test_a_link_is_that_of_messages_of_a_size() -> None:
         assert said.latency + 3 * near / said.bandwidth == pytest.approx(took, rel=0.05)
     assert fit_link({size: 1e-5 for size in BYTES}, 2, 1e4).latency == pytest.approx(1e-5)
     assert fit_link({size: size / 1e9 for size in BYTES}, 2, 1e4).bandwidth == pytest.approx(1e9)
+
+
+def test_a_step_behind_its_host() -> None:
+    # Host 4 in two phases, device 2 in two: the device's last phase ends 1 after the host; an exchange is all added.
+    assert behind_host(5.0, 4.0, 1, 0.5) == 5.5
+    assert behind_host(4.0, 4.0, 2, 0.5) == 5.0, "the host waits for the device"
+    # Host 2 in two phases, device 9: its second phase, 4.5, begins when the host is done at the earliest.
+    assert behind_host(10.0, 2.0, 1, 0.5) == 7.0
+    # Both alike: where one way of seeing it ends and the other begins.
+    assert behind_host(6.0, 4.0, 1, 0.5) == pytest.approx(behind_host(6.0 + 1e-9, 4.0, 1, 0.5)) == 6.5
+    assert behind_host(3.0, 4.0, 1, 0.0) == 4.0, "measured apart, so that the host may have taken longer"
 
 
 def test_one_op_before_the_exchange_and_one_after_it() -> None:

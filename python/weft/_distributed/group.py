@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """``(size, *x.shape)``: x of every rank, in order of rank. All have the same shape."""
+        return self.begin_gather(x)()
+
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same in two: sends x, and gives what waits for the others' and returns what :meth:`gather` does. Until
+        then x stays as it is. Several are waited for in any order."""
         raise NotImplementedError
 
     def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
@@ -75,12 +80,17 @@ class GroupRanks(Ranks):
     def device(self) -> torch.device:
         return torch.device("cpu" if "cpu" in self._devices else self._devices[0])
 
-    def gather(self, x: Tensor) -> Tensor:
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
         if self.size == 1:
-            return x.unsqueeze(0)
+            return lambda: x.unsqueeze(0)
         # The functional collective: a graph of torch.compile holds it, and so does a CUDA graph.
-        gathered = _all_gather(x.contiguous().view(-1), self.size, self.name)
-        return _wait(gathered).view(self.size, *x.shape)
+        sent = x.contiguous().view(-1)
+        gathered = _all_gather(sent, self.size, self.name)
+
+        def wait(sent: Tensor = sent) -> Tensor:  # which keeps it, as backends read it until then
+            return _wait(gathered).view(self.size, *x.shape)
+
+        return wait
 
     def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
         if self.size == 1:

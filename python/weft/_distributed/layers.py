@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from .group import Ranks, check_alike, ranks_of
 from .halves import halved
 from .pointwise import PointwiseWalk, walk_pointwise
 from .recurrent import Direction, walk_slices
-from .scan import scan_slice
+from .scan import scan_layer
 
 __all__ = ["shard_time"]
 
@@ -94,12 +94,18 @@ class OverRanks:
         """Whether a state that was given is looked at here; its gradient elsewhere is zero."""
         return self.ranks.rank == 0 or (isinstance(state, Tensor) and state.requires_grad)
 
-    def scan(self, name: str, A: Tensor, b: Tensor, h_0: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """All states of the slice, and the last of the whole."""
-        with torch.autocast(b.device.type, enabled=False):
+    def scan(
+        self, name: str, directions: Sequence[tuple[Tensor, Tensor, Tensor | None, bool]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of a layer's directions, each of A, b, the start of the whole and whether it is the reverse one: all states
+        of the slice, and the last of the whole."""
+        given = []
+        for A, b, h_0, reverse in directions:
             dtype = torch.promote_types(A.dtype, b.dtype)
-            states, _, end = scan_slice(name, A.to(dtype), b.to(dtype), h_0, self.ranks, reverse, ends=True)
-        return states, end.to(states.dtype)
+            given.append((A.to(dtype), b.to(dtype), h_0, reverse))
+        with torch.autocast(given[0][1].device.type, enabled=False):
+            found = scan_layer(name, given, self.ranks)
+        return [(states, end.to(states.dtype)) for states, _, end in found]
 
     def check(self, name: str, B: int, H: int, input: Tensor) -> None:
         """Before an RNN, GRU or LSTM exchanges anything; input is of the dtype that it runs in."""
@@ -111,16 +117,16 @@ class OverRanks:
         return input.device.type in halved and takes_halves(cell, input.dtype, hidden)
 
     def walk(
-        self, cell: str, first: str, backward: str, halves: bool, reverse: bool, saves: bool, keeps_cells: bool,
-        input: Tensor, state: Tensor, weights: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, cell: str, first: str, backward: str, halves: bool, saves: bool, keeps_cells: bool, input: Tensor,
+        states: Sequence[Tensor], weights: Sequence[Sequence[Tensor]],
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
         """What :func:`walk_slices` returns."""
-        return walk_slices(
-            Direction(self.ranks, cell, first, backward, halves and not keeps_cells, reverse, saves, keeps_cells),
-            input,
-            state,
-            weights,
-        )
+        halves = halves and not keeps_cells
+        directions = [
+            Direction(self.ranks, cell, first, backward, halves, reverse, saves, keeps_cells)
+            for reverse in (False, True)[: len(states)]
+        ]
+        return walk_slices(directions, input, states, weights)
 
     def walk_pointwise(
         self, program: str, algorithm: str, name: str, gates: Tensor, states: list[Tensor], parameters: list[Tensor]

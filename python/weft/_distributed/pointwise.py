@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .exchanging import run
 from .group import Ranks
 from .walks import WayBack, settle, settle_back, walk_again
 
@@ -50,7 +51,8 @@ class _Slice(torch.autograd.Function):
         def again(start: Tensor) -> Tensor:
             return walk_again(len(gates), start, states[-1] if len(gates) else start, block)
 
-        start, end = settle(walk.ranks, False, start, states[-1] if len(gates) else start, again)
+        last = states[-1] if len(gates) else start
+        start, end = run(walk.ranks, settle(walk.ranks, False, start, last, again))
         ctx.walk = walk
         ctx.save_for_backward(gates, start, states, *parameters)
         return states, end
@@ -77,7 +79,7 @@ class _Slice(torch.autograd.Function):
             return torch.stack(found[:count]), found[count:]
 
         way = WayBack(len(gates), start, back)
-        grad_start = settle_back(walk.ranks, False, way, grad_end)
+        grad_start = run(walk.ranks, settle_back(walk.ranks, False, way, grad_end))
         grad_gates, *grad_parameters = way.gradients(1, wanted)
         return None, grad_gates, grad_start if needed[2] else None, *grad_parameters
 

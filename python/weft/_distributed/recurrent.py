@@ -3,19 +3,23 @@ maps. Where there are, the backward pass is what it is on one rank, a scan over 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .._rnn import slice_chunks
+from .exchanging import Exchanging, run_together
 from .group import Ranks
 from .totals import pack
 from .walks import WayBack, settle, settle_back, walk_again
 
 __all__ = ["Direction", "walk_slices"]
+
+T = TypeVar("T")
 
 _rnn = torch.ops.weft.rnn.default
 _rnn_backward = torch.ops.weft.rnn_backward.default
@@ -77,83 +81,140 @@ def _walk_again(direction: Direction, input: Tensor, start: Tensor, weights: lis
     return walk_again(input.size(0), start, walk.end, block)
 
 
+class _Walked(NamedTuple):
+    """Of one direction, in its own order of time."""
+
+    input: Tensor
+    start: Tensor
+    walk: _Walk
+    end: Tensor
+    """Of the whole."""
+
+
+def _settled(direction: Direction, input: Tensor, state: Tensor, weights: list[Tensor]) -> Exchanging[_Walked]:
+    if direction.reverse:
+        input = input.flip(0)
+    walk = _walk(direction, direction.first, input, state, weights)
+
+    def again(start: Tensor) -> Tensor:
+        nonlocal walk
+        walk = walk._replace(end=_walk_again(direction, input, start, weights, walk))
+        return walk.end
+
+    start, end = yield from settle(direction.ranks, direction.reverse, state, walk.end, again)
+    return _Walked(input, start, walk, end)
+
+
 class _Slice(torch.autograd.Function):
-    """What walk_slices does."""
+    """What walk_slices does: the input, then a state and weights of each direction -> output, cells and end of each."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, direction: Direction, input: Tensor, state: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = list(weights)
-        if direction.reverse:
-            input = input.flip(0)
-        walk = _walk(direction, direction.first, input, state, weights)
-
-        def again(start: Tensor) -> Tensor:
-            nonlocal walk
-            walk = walk._replace(end=_walk_again(direction, input, start, weights, walk))
-            return walk.end
-
-        start, end = settle(direction.ranks, direction.reverse, state, walk.end, again)
-        ctx.direction = direction
-        ctx.save_for_backward(input, start, walk.output, walk.cells, walk.gates, *weights)
-        cells = walk.cells if direction.keeps_cells else walk.cells.new_empty(0, *walk.cells.shape[1:])
-        output, cells = (t.flip(0) if direction.reverse else t for t in (walk.output, cells))
-        return output, cells, end
+        ctx: FunctionCtx, directions: tuple[Direction, ...], input: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        given = _split(others, len(directions))
+        found = run_together(
+            directions[0].ranks,
+            [_settled(d, input, state, weights) for d, (state, *weights) in zip(directions, given, strict=True)],
+        )
+        ctx.directions = directions
+        saved, results = [], []
+        for direction, (_, *weights), (steps, start, walk, end) in zip(directions, given, found, strict=True):
+            saved += [steps, start, walk.output, walk.cells, walk.gates, *weights]
+            cells = walk.cells if direction.keeps_cells else walk.cells.new_empty(0, *walk.cells.shape[1:])
+            results += [*(t.flip(0) if direction.reverse else t for t in (walk.output, cells)), end]
+        ctx.save_for_backward(*saved)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_output: Tensor, grad_cells: Tensor, grad_end: Tensor) -> tuple:
-        direction = ctx.direction
-        input, start, output, cells, gates, *weights = ctx.saved_tensors
-        if direction.reverse:
-            grad_output, grad_cells = grad_output.flip(0), grad_cells.flip(0)
-        needed = ctx.needs_input_grad
-        if direction.halves:
-            found = _back_in_halves(
-                direction, grad_output, grad_end, input, start, output, cells, gates, weights, needed[1:]
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple:
+        count = len(ctx.directions)
+        of_input, *needed = ctx.needs_input_grad[1:]
+        calls = [
+            _gone_back(direction, *of_one, *saved, [of_input, *need])
+            for direction, of_one, saved, need in zip(
+                ctx.directions,
+                _split(grads, count),
+                _split(ctx.saved_tensors, count),
+                _split(needed, count),
+                strict=True,
             )
-            grad_input, grad_state, *grad_weights = found
-            if direction.reverse:
-                grad_input = grad_input.flip(0)
-            return (
-                None,
-                *(g if n else None for g, n in zip((grad_input, grad_state, *grad_weights), needed[1:], strict=True)),
-            )
-        wanted, batch, lstm = [needed[1], *needed[3:]], input.size(1), start.size(0) == 2
+        ]
+        found = run_together(ctx.directions[0].ranks, calls)
+        grad_input = None
+        if of_input:
+            grad_input = functools.reduce(torch.add, (of_one[0] for of_one in found))
+        return None, grad_input, *(grad for of_one in found for grad in of_one[1:])
 
-        def back(begin: int, end: int, leaving: Tensor, everything: bool) -> tuple[Tensor, list[Tensor]]:
-            steps = slice(begin, end)
-            h, *c = start.unsqueeze(1).unbind()
-            if begin > 0:
-                h = output[begin - 1 : begin]
-                c = [cells[begin - 1 : begin].to(h.dtype)] if lstm else []
-            grad_h, *grad_c = leaving.unsqueeze(1).unbind()
-            mask = [everything and wanted[0], True, lstm, *(everything and w for w in wanted[1:])]
-            grads = _rnn_backward(
-                grad_output[steps], grad_h, grad_c[0] if lstm else None,
-                grad_cells[steps] if direction.keeps_cells else None, input[steps], h, c[0] if lstm else None, weights,
-                None, output[steps], cells[steps],
-                gates[:, begin * batch : end * batch] if gates.dim() > 1 else gates, cell=direction.cell,
-                bidirectional=False, output_mask=mask, backward=direction.backward,
-            )  # fmt: skip
-            entering = leaving if begin == end else torch.cat(grads[1:3] if lstm else grads[1:2])
-            return entering, [grads[0], *grads[3:]]
 
-        way = WayBack(input.size(0), start, back)
-        grad_state = settle_back(direction.ranks, direction.reverse, way, grad_end)
-        grad_input, *grad_weights = way.gradients(1, wanted)
-        if direction.reverse and grad_input is not None:
-            grad_input = grad_input.flip(0)
-        return None, grad_input, grad_state if needed[2] else None, *grad_weights
+def _split(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+    size = len(values) // parts
+    return [values[k : k + size] for k in range(0, len(values), size)]
+
+
+def _gone_back(
+    direction: Direction, grad_output: Tensor, grad_cells: Tensor, grad_end: Tensor, input: Tensor, start: Tensor,
+    output: Tensor, cells: Tensor, gates: Tensor, *others: Any,
+) -> Exchanging[list[Tensor | None]]:  # fmt: skip
+    """Gradients of the input, of the state before the whole and of the weights, where needed.
+
+    Args:
+        others: the weights, and whether input, state and each weight need a gradient.
+    """
+    *weights, needed = others
+    if direction.reverse:
+        grad_output, grad_cells = grad_output.flip(0), grad_cells.flip(0)
+    if direction.halves:
+        found = yield from _back_in_halves(
+            direction, grad_output, grad_end, input, start, output, cells, gates, weights, needed
+        )
+    else:
+        found = yield from _back_in_rounds(
+            direction, grad_output, grad_cells, grad_end, input, start, output, cells, gates, weights, needed
+        )
+    found = [grad if need else None for grad, need in zip(found, needed, strict=True)]
+    if direction.reverse and found[0] is not None:
+        found[0] = found[0].flip(0)
+    return found
+
+
+def _back_in_rounds(
+    direction: Direction, grad_output: Tensor, grad_cells: Tensor, grad_end: Tensor, input: Tensor, start: Tensor,
+    output: Tensor, cells: Tensor, gates: Tensor, weights: list[Tensor], needed: Sequence[bool],
+) -> Exchanging[list[Tensor | None]]:  # fmt: skip
+    of_input, _, *of_weights = needed
+    batch, lstm = input.size(1), start.size(0) == 2
+
+    def back(begin: int, end: int, leaving: Tensor, everything: bool) -> tuple[Tensor, list[Tensor]]:
+        steps = slice(begin, end)
+        h, *c = start.unsqueeze(1).unbind()
+        if begin > 0:
+            h = output[begin - 1 : begin]
+            c = [cells[begin - 1 : begin].to(h.dtype)] if lstm else []
+        grad_h, *grad_c = leaving.unsqueeze(1).unbind()
+        mask = [everything and of_input, True, lstm, *(everything and w for w in of_weights)]
+        grads = _rnn_backward(
+            grad_output[steps], grad_h, grad_c[0] if lstm else None,
+            grad_cells[steps] if direction.keeps_cells else None, input[steps], h, c[0] if lstm else None, weights,
+            None, output[steps], cells[steps],
+            gates[:, begin * batch : end * batch] if gates.dim() > 1 else gates, cell=direction.cell,
+            bidirectional=False, output_mask=mask, backward=direction.backward,
+        )  # fmt: skip
+        entering = leaving if begin == end else torch.cat(grads[1:3] if lstm else grads[1:2])
+        return entering, [grads[0], *grads[3:]]
+
+    way = WayBack(input.size(0), start, back)
+    grad_state = yield from settle_back(direction.ranks, direction.reverse, way, grad_end)
+    grad_input, *grad_weights = way.gradients(1, [of_input, *of_weights])
+    return [grad_input, grad_state, *grad_weights]
 
 
 def _back_in_halves(
     direction: Direction, grad_output: Tensor, grad_end: Tensor, input: Tensor, start: Tensor, output: Tensor,
     cells: Tensor, gates: Tensor, weights: list[Tensor], needed: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the input, of the state before the whole, zeros but on rank 0 and None where it is not needed, and
-    of the weights."""
+) -> Exchanging[list[Tensor | None]]:  # fmt: skip
+    """The gradient of the state before the whole is zeros but on rank 0."""
     of_input, of_state, *of_weights = needed
     ranks, (T, B, _), (states, _, H) = direction.ranks, input.shape, start.shape
     h, *c = start.unsqueeze(1).unbind()
@@ -167,7 +228,7 @@ def _back_in_halves(
         product = pack(half, torch.ones_like(half, dtype=torch.int64), torch.float32)
         message = torch.cat((product.flatten(), product.new_zeros(value.numel()), product.new_ones(1)))
     share = grad_end.transpose(0, 1).contiguous().view(torch.int32).flatten()
-    gathered = ranks.gather(torch.cat((message, share)))
+    gathered = yield torch.cat((message, share))
     # From the last step of the whole to the first.
     order = ranks.rank if direction.reverse else ranks.size - 1 - ranks.rank
     entered, end, _, _ = torch.ops.weft.slice_states(gathered, value, order, not direction.reverse, B, True)
@@ -176,26 +237,30 @@ def _back_in_halves(
     if of_state:
         grad_start = end.view(B, states, H).transpose(0, 1) if ranks.rank == 0 else torch.zeros_like(left)
     if T == 0:
-        return torch.zeros_like(input), grad_start, *(torch.zeros_like(w) for w in weights)
+        return [torch.zeros_like(input), grad_start, *(torch.zeros_like(w) for w in weights)]
     grad_h, *grad_c = left.unsqueeze(1).unbind()
     grads = _slice_backward(
         maps, grad_output, grad_h, grad_c[0] if c else None, *known, chunks, cell=direction.cell,
         output_mask=[of_input, False, False, *of_weights],
     )  # fmt: skip
-    return grads[0], grad_start, *grads[3:]
+    return [grads[0], grad_start, *grads[3:]]
 
 
 def walk_slices(
-    direction: Direction, input: Tensor, state: Tensor, weights: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer in one direction over the slices of all ranks.
+    directions: Sequence[Direction], input: Tensor, states: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """One layer in one or two directions over the slices of all ranks. What one tells the others is on its way while
+    the other one walks.
 
     Args:
         input: this rank's ``(T, B, I)``.
-        state: ``(1, B, H)``, of an LSTM ``(2, B, H)``, h and c: on rank 0 the start of the whole, in both directions;
-            on the others a guess.
+        states: of each direction ``(1, B, H)``, of an LSTM ``(2, B, H)``, h and c: on rank 0 the start of the whole, in
+            both directions; on the others a guess.
+        weights: of each direction.
 
     Returns:
-        h and, of an LSTM, c at every step of the slice; and the states at the end of the whole.
+        Of each direction h and, of an LSTM, c at every step of the slice; and the states at the end of the whole.
     """
-    return _Slice.apply(direction, input, state, *weights)
+    others = (t for state, own in zip(states, weights, strict=True) for t in (state, *own))
+    found = _Slice.apply(tuple(directions), input, *others)
+    return [found[k : k + 3] for k in range(0, len(found), 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ class StandIn(Ranks):
     def device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def gather(self, x: Tensor) -> Tensor:
+    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
         kind = (tuple(x.shape), x.dtype, x.device)
         if kind not in self._answers:
             self._answers[kind] = x.detach().expand(self.size, *x.shape).clone()
-        return self._answers[kind]
+        answer = self._answers[kind]
+        return lambda: answer
 
     def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
         begin = sum(sizes[: self.rank])

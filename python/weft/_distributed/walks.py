@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .exchanging import Exchanging
 from .group import Ranks
 
 __all__ = ["WayBack", "settle", "settle_back", "walk_again"]
@@ -69,7 +70,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def settle(
     ranks: Ranks, reverse: bool, start: Tensor, end: Tensor, again: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> Exchanging[tuple[Tensor, Tensor]]:
     """Rounds, until every slice begins where the one before it ends.
 
     Args:
@@ -81,7 +82,7 @@ def settle(
         The start that the slice has, and the end of the whole.
     """
     # With its end each rank tells the start that it guessed.
-    told = ranks.gather(torch.stack((end, start)))
+    told = yield torch.stack((end, start))
     ends, starts = told[:, 0], told[:, 1]
     whole = told[:1, 1]
     while True:
@@ -91,7 +92,7 @@ def settle(
         if not _same(right[ranks.rank], starts[ranks.rank]):
             start = right[ranks.rank].contiguous()
             end = again(start)
-        starts, ends = right, ranks.gather(end)
+        starts, ends = right, (yield end)
 
 
 Back = Callable[[int, int, Tensor, bool], tuple[Tensor, list[Tensor]]]
@@ -167,10 +168,10 @@ def _is_as_good(new: Tensor, old: Tensor) -> bool:
     return bool((within | (new == old)).all())
 
 
-def settle_back(ranks: Ranks, reverse: bool, way: WayBack, grad_end: Tensor) -> Tensor:
+def settle_back(ranks: Ranks, reverse: bool, way: WayBack, grad_end: Tensor) -> Exchanging[Tensor]:
     """Rounds, until every slice goes back from what the one after it gives; `grad_end`, this rank's share of the
     gradient of the whole's end. The gradient of the whole's start, zeros but on rank 0, where it was read."""
-    told = ranks.gather(torch.stack((way.entering, grad_end)))
+    told = yield torch.stack((way.entering, grad_end))
     entered, lefts = told[:, 0], torch.zeros_like(told[:, 0])
     wide = torch.float64 if grad_end.dtype == torch.float64 else torch.float32
     whole = told[:, 1].sum(0, dtype=wide).to(grad_end.dtype).unsqueeze(0)
@@ -181,6 +182,6 @@ def settle_back(ranks: Ranks, reverse: bool, way: WayBack, grad_end: Tensor) -> 
             way.go(right[ranks.rank].contiguous())
         if settled:
             break
-        lefts, entered = right, ranks.gather(way.entering)
+        lefts, entered = right, (yield way.entering)
     start = entered[-1 if reverse else 0]
     return start if ranks.rank == 0 else torch.zeros_like(start)

@@ -3,6 +3,7 @@ weft.distributed brings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,19 +68,16 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
     if state is not None:
         starts = torch.stack(state)
     stride = len(weights) // rows
-    ends, all_cells = [], []
+    ends = []
     for number in range(layer.num_layers):
         last = number + 1 == layer.num_layers
-        outputs, all_cells = [], []
-        for reverse in (False, True)[:directions]:
-            row = number * directions + reverse
-            output, c, end = over.walk(
-                cell, first, backward, halves, reverse, call.case.trains, last and layer.return_cells, input,
-                starts[:, row], weights[row * stride : (row + 1) * stride],
-            )  # fmt: skip
-            outputs.append(output)
-            all_cells.append(c)
-            ends.append(end)
+        own = range(number * directions, (number + 1) * directions)
+        found = over.walk(
+            cell, first, backward, halves, call.case.trains, last and layer.return_cells, input,
+            [starts[:, row] for row in own], [weights[row * stride : (row + 1) * stride] for row in own],
+        )  # fmt: skip
+        outputs, all_cells, of_layer = zip(*found, strict=True)
+        ends += of_layer
         input = _side_by_side(outputs)
         if layer.dropout > 0 and layer.training and not last:
             input = F.dropout(input, layer.dropout, True)
@@ -89,5 +87,5 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
     return input.to(call.dtypes[0]), final, cells
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -184,12 +184,17 @@ class ScanLayer(NotScriptable, TakesSlices, nn.Module):
                 starts = None
         # A single step, as in decoding, is one operator for each layer and direction.
         time = 1 if self.batch_first else 0
-        one = packed is None and ranks is None and x.size(time) == 1
+        one = packed is None and x.size(time) == 1
         last, directions = [], []
         for layer, direction, suffix in self._suffixes():
             if layer > 0 and direction == 0:
                 x = self._between(torch.cat(directions, -1) if self.bidirectional else directions[0])
                 directions = []
+            if ranks is not None:
+                if direction == 0:
+                    directions, ends = self._over_slices(x, layer, starts)
+                    last += ends
+                continue
             start = None if starts is None else starts[layer * self._directions + direction]
             if one:
                 try:
@@ -246,6 +251,21 @@ class ScanLayer(NotScriptable, TakesSlices, nn.Module):
             f"unbatched, to go with input ({self._layout}, {self.input_size}), as batch_first is {self.batch_first}"
         )
 
+    def _over_slices(self, x: Tensor, layer: int, starts: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Of a layer whose input is a slice: the output of each direction, and the last state of the whole."""
+        suffixes = [suffix for number, _, suffix in self._suffixes() if number == layer]
+        scans, dtypes = [], []
+        for direction, suffix in enumerate(suffixes):
+            A, b, dtype = self._terms(x, suffix)
+            start = None if starts is None else self._start(starts[layer * self._directions + direction], b)
+            if self.batch_first:
+                A, b = (t.transpose(0, 1) if t.dim() == 3 else t for t in (A, b))
+            scans.append((A, b, start, direction == 1))
+            dtypes.append(dtype)
+        states, ends = zip(*self._over_ranks.scan(type(self).__name__, scans), strict=True)
+        states = [s.transpose(0, 1) if self.batch_first else s for s in states]
+        return [self._read(*each) for each in zip(states, [x] * len(states), suffixes, dtypes, strict=True)], [*ends]
+
     def _start(self, start: Tensor, b: Tensor) -> Tensor:
         if torch.is_autocast_enabled(start.device.type):
             start = start.to(b.dtype)
@@ -262,11 +282,6 @@ class ScanLayer(NotScriptable, TakesSlices, nn.Module):
             A, b = packed.padded(A.expand_as(b), 1.0), packed.padded(b, 0.0)
             states = linear_scan(A, b, start, reverse=reverse)
             return packed.packed(states), states[0 if reverse else -1]
-        if self._over_ranks is not None:
-            if self.batch_first:
-                A, b = (t.transpose(0, 1) if t.dim() == 3 else t for t in (A, b))
-            states, last = self._over_ranks.scan(type(self).__name__, A, b, start, reverse)
-            return states.transpose(0, 1) if self.batch_first else states, last
         states = linear_scan(A, b, start, reverse=reverse, batch_first=self.batch_first)
         if states.size(1 if self.batch_first else 0):
             return states, states.select(1 if self.batch_first else 0, 0 if reverse else -1)
