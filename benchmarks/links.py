@@ -4,13 +4,11 @@ size best, because backends send small and large messages in other ways."""
 from __future__ import annotations
 
 import math
-import statistics
 import time
 
 import torch
 import torch.distributed as dist
 import weft.distributed as wd
-from weft._distributed.group import GroupRanks
 
 from benchmarks.common import Results, case_name
 
@@ -67,23 +65,6 @@ def _once_on_gpu(sent: torch.Tensor, received: torch.Tensor) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def time_host(device: torch.device) -> float:
-    """Seconds that the host needs for an exchange over ranks before it goes on: the median of the slowest rank's."""
-    ranks = GroupRanks(dist.group.WORLD.group_name, dist.get_rank(), dist.get_world_size())
-    x = torch.zeros(25_000, device=device)
-    times = []
-    for _ in range(60):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        ranks.gather(x)
-        times.append(time.perf_counter() - began)
-    found = torch.tensor(times[10:], dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return statistics.median(found.tolist())
 
 
 def fit_link(times: dict[int, float], ranks: int, near: float) -> wd.Link:

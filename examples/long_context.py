@@ -91,9 +91,12 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         if dist.get_world_size(group) > 1:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=group)  # every rank has its share
-            dist.all_reduce(loss.detach(), group=group)
+            # Every rank has its share, of the loss, too.
+            gradients = [parameter.grad for parameter in model.parameters()]
+            total = nn.utils.parameters_to_vector([loss.detach(), *gradients])
+            dist.all_reduce(total, group=group)
+            loss = total[0]
+            nn.utils.vector_to_parameters(total[1:], gradients)
         optimizer.step()
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
