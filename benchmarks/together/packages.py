@@ -1,7 +1,6 @@
 """Packages that have scans over ranks, too.
 
-They run only where they are asked for, in a run of their own: ``torchrun ... -m benchmarks.ranks flash-linear``, with
-the rows of weft that theirs stand beside in its output.
+They run only where they are asked for, in a run of their own: ``torchrun ... -m benchmarks.ranks flash-linear``.
 flash-linear-attention compiles every configuration of some twenty kernels on every rank, and those for sequences of
 many lengths, which its ranks have, and those of one again, which the one GPU has: some hundred seconds, before anything
 is timed. Here the kernels that only ranks have are tuned, and each of the others has one configuration, on both sides.
@@ -18,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import weft.distributed as wd
 from torch import Tensor
+from weft.scan import linear_scan
 
 from benchmarks.common import Entry, Results, check_agreement, relative_error
 from benchmarks.together.common import BOUNDS, Rows, Together, step_of
@@ -39,10 +40,23 @@ def _tune_little() -> None:
                 kernel.configs = [min(kernel.configs, key=lambda c: (c.num_stages, c.num_warps != 4))]
 
 
-def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -> Entry:
+def _of_all_over_one(over: Together, H: int, B: int, T: int) -> float:
+    """Of a diagonal scan, forward: the time of all ranks together over that of one."""
+
+    def inputs_of(steps: int) -> list[Tensor]:
+        A, b = (torch.rand(steps, B, H, device=over.device) for _ in range(2))
+        return [A.mul_(0.2).add_(0.8), b]
+
+    ranks = over.measure({"ranks": step_of(wd.linear_scan, inputs_of(T // over.size), False)})["ranks"]
+    over.free()
+    return over.size * ranks / over.first(lambda: over.alone(step_of(linear_scan, inputs_of(T), False)))
+
+
+def package_entry(over: Together, T: int, heads: int, width: int) -> Entry:
     """flash-linear-attention's context parallelism, of the gated delta rule, whose state is a matrix: what ranks cost,
-    as the time of all of them together over that of one, beside the same of the scan `beside`."""
+    as the time of all of them together over that of one, beside the same of a scan."""
     name = over.name(package="flash-linear-attention", dtype="bf16", H=width, B=1, T=T, heads=heads)
+    beside = over.name(op="linear_scan", dtype="fp32", layout="diagonal", H=1536, B=8, T=T)
 
     def run(results: Results) -> Rows:
         faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -90,13 +104,10 @@ def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -
         one = over.first(lambda: over.alone(step_of(attend, whole(), False)))
         theirs = over.size * ranks / one
         print(f"{name} forward: {ranks:.4g} ms over ranks, {one:.4g} ms on one", flush=True)
-        rows: Rows = []
-        for row in [*results.rows.values()]:
-            if (row["case"], row["metric"], row["peer"]) == (beside, "forward", "one_rank"):
-                ours = over.size * float(row["weft"]) / float(row["peer_value"])
-                peer = "flash-linear-attention"
-                rows.append(results.put(beside, "forward_of_all_over_one", "relative", ours, peer, theirs))
-        return rows
+        del mine, step
+        over.free()
+        ours = _of_all_over_one(over, 1536, 8, T)
+        return [results.put(beside, "forward_of_all_over_one", "relative", ours, "flash-linear-attention", theirs)]
 
     return Entry(name, ("of_all_over_one",), run)
 
@@ -107,5 +118,4 @@ def package_entries(over: Together) -> list[Entry]:
         if over.rank == 0:
             print("flash-linear-attention is not here: not run", flush=True)
         return []
-    beside = over.name(op="linear_scan", dtype="fp32", layout="diagonal", H=1536, B=8, T=1 << 18)
-    return [package_entry(over, 1 << 18, 16, 128, beside)]
+    return [package_entry(over, 1 << 18, 16, 128)]
