@@ -20,6 +20,7 @@ def test_the_figure_of_diagonal_scans(tmp_path):
     assert "B 8, H 16" in (tmp_path / "figure.svg").read_text()
 
 
+@pytest.mark.slow
 def test_tables_and_figures_come_from_rows_alone(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
 
@@ -127,6 +128,7 @@ def test_the_figure_of_the_backward_pass_is_of_one_size():
     assert scan_figures.backward_points([]) == []
 
 
+@pytest.mark.slow
 def test_the_rnn_engines_tables_and_figure(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
 

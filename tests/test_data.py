@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import weft
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weft.data import Tree, Vocabulary, listops, python_asts, python_docs, split, sst
 
@@ -33,7 +33,6 @@ def test_python_docs_says_what_is_missing(monkeypatch):
         python_docs()
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.text(min_size=1))
 def test_vocabulary_round_trip(text):
     vocabulary = Vocabulary.of(text)
@@ -176,7 +175,7 @@ def test_python_asts_are_the_outermost_functions_in_order(tmp_path, monkeypatch)
 
 def test_python_asts_of_twenty_modules_by_default():
     trees = python_asts()
-    assert trees == python_asts()
+    assert python_asts(["json.decoder"]) == python_asts(["json.decoder"])
     assert {tree.labels[0] for tree in trees} == set(range(20))
     assert len(trees) > 1500 and max(len(children) for tree in trees for children in tree.children) > 10
     assert python_asts([]) == []

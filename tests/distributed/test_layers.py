@@ -17,7 +17,7 @@ from torch.distributed import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
 from weft._distributed.halves import halved
 
-from tests.common import assert_close
+from tests.common import assert_close, pairs
 from tests.distributed.team import Team, dealt, device
 
 UNEVEN = [5, 1, 0, 7]
@@ -110,9 +110,8 @@ def _beside_one_process(
 @pytest.mark.parametrize("kind", ["MinGRU", "MinLSTM", "RGLRU"])
 def test_layers_that_are_linear_in_the_state(team: Team, kind: str, given: bool) -> None:
     deep = {"num_layers": 2, "bidirectional": not given, "batch_first": given}
-    for options in ({}, {"batch_first": True}, deep):
-        for sizes in (UNEVEN, [0, 0, 4, 0]):
-            team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-13)
+    for options, sizes in (({}, UNEVEN), ({"batch_first": True}, [0, 0, 4, 0]), (deep, UNEVEN), (deep, [0, 0, 4, 0])):
+        team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-13)
 
 
 OPTIONS = [
@@ -124,12 +123,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool) -> None:
-    for sizes in (UNEVEN, [3, 3, 3, 3]):
-        team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
+@pairs(kind=["RNN", "GRU", "LSTM"], options=OPTIONS, given=[False, True], sizes=[UNEVEN, [3, 3, 3, 3]])
+def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool, sizes: list[int]) -> None:
+    team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
 
 
 def _in_halves(rank: int, *arguments: Any) -> None:
@@ -142,12 +138,14 @@ def _in_halves(rank: int, *arguments: Any) -> None:
             halved.discard("cpu")
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
-def test_halves_of_a_backward_pass(team: Team, kind: str, options: dict) -> None:
+@pairs(
+    kind=["RNN", "GRU", "LSTM"], options=OPTIONS,
+    case=[(UNEVEN, True), ([0, 0, 4, 0], False), ([30, 3, 20, 9], True)],
+)  # fmt: skip
+def test_halves_of_a_backward_pass(team: Team, kind: str, options: dict, case: tuple[list[int], bool]) -> None:
     """As CUDA runs it, by what the CPU has in the place of CUDA's kernels."""
-    for sizes, given in ((UNEVEN, True), ([0, 0, 4, 0], False), ([30, 3, 20, 9], True)):
-        team.run(_in_halves, kind, options, sizes, given, torch.float32, 2e-5)
+    sizes, given = case
+    team.run(_in_halves, kind, options, sizes, given, torch.float32, 2e-5)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -230,7 +230,7 @@ def _jitter(off: offload, cycles: list[int]) -> None:
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "reference"), pytest.param("cuda", "copy", marks=cuda)])
 def test_random_graphs(device: str, backend: str, deterministic: None) -> None:
-    @hypothesis.settings(max_examples=200, derandomize=True, deadline=None)
+    @hypothesis.settings(max_examples=80, derandomize=True, deadline=None)
     @hypothesis.given(
         programs(),
         st.sampled_from([0, 300, 1000, None]),

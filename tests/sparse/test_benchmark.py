@@ -8,6 +8,7 @@ import torch
 from benchmarks import common, sparse
 
 
+@pytest.mark.slow
 def test_the_page(tmp_path) -> None:
     from benchmarks.figures import sparse as figures  # here, because it alone needs matplotlib
 
@@ -57,6 +58,7 @@ def test_the_page(tmp_path) -> None:
     assert "image" not in page(jacobian) and "csv-table" not in page(jacobian[:1])
 
 
+@pytest.mark.slow
 def test_rows(tmp_path, capsys) -> None:
     pytest.importorskip("scipy")
     threads = torch.get_num_threads()
