@@ -73,6 +73,9 @@ class Executor {
   virtual void product(const Step& step, int64_t first, int64_t count) = 0;
   // The gradient of a matrix = rows of the source, transposed, @ rows of the target; added to it where `more`.
   virtual void outer(const Step& step, int64_t first, int64_t count, bool more) = 0;
+  // Products and gradients of matrices of which none reads or writes what another writes.
+  virtual void products(std::span<const Entry> entries);
+  void run_product(const Entry& e);  // one of them
   // The gradient of each vector = the sum of its totals: each adds rows of columns of its source to columns of it.
   virtual void totals(std::span<const Entry> entries) = 0;
   // Those rows of a product, or the gradient of a matrix, = 0.

@@ -67,7 +67,9 @@ class Rows {
 
 class Maker {
  public:
-  Maker(const Program& program, const Extent& extent) : rows(program, extent), program_(program), extent_(extent) {}
+  // `beside`: gradients of matrices may run while other steps do.
+  Maker(const Program& program, const Extent& extent, bool beside = true)
+      : rows(program, extent), program_(program), extent_(extent), beside_(beside) {}
 
   // A step on all rows of its function at once; `more`: something has been written to its target.
   void whole(const Step& s, bool more = false) {
@@ -76,7 +78,7 @@ class Maker {
     if (ranges.empty() && sum && !more) found.push_back({Action::kRun, false, false, false, &s, 0, 0});  // of nothing
     for (const Range& range : ranges) {
       // Earlier pieces of the same gradient may have been put aside: it follows them.
-      const bool aside = more && s.kind == Step::Kind::kOuter;
+      const bool aside = beside_ && more && s.kind == Step::Kind::kOuter;
       found.push_back({Action::kRun, false, more, aside, &s, range.first, range.count});
       more = more || sum;
     }
@@ -135,15 +137,23 @@ class Maker {
  private:
   const Program& program_;
   const Extent& extent_;
+  bool beside_;
   size_t tail_ = 0;
 };
 
 // The gradients of matrices: sums over rows, from the last row to the first, as these are done.
 class MatrixGradients {
  public:
-  MatrixGradients(const Program& program, const Extent& extent, const Rows& rows, bool cut, const Wanted& wanted,
-                  std::vector<Entry>& found)
-      : program_(program), extent_(extent), rows_(rows), found_(found), done_(program.functions), cut_(cut) {
+  // `beside`: while other steps run.
+  MatrixGradients(const Program& program, const Extent& extent, const Rows& rows, bool beside, bool cut,
+                  const Wanted& wanted, std::vector<Entry>& found)
+      : program_(program),
+        extent_(extent),
+        rows_(rows),
+        found_(found),
+        done_(program.functions),
+        beside_(beside),
+        cut_(cut) {
     for (const Step& s : program.backward) {
       if (s.kind != Step::Kind::kOuter || s.when != When::kFrontiers) continue;
       if (!std::binary_search(wanted.matrices.begin(), wanted.matrices.end(), s.matrix)) continue;
@@ -209,7 +219,7 @@ class MatrixGradients {
   // All there is, where that is too little to wait for another stream, is added up in its turn.
   void take(int32_t function) {
     Range& done = done_[function];
-    aside_ = aside_ || std::max(done.first, done.count) >= kRows;
+    aside_ = aside_ || (beside_ && std::max(done.first, done.count) >= kRows);
     for (Piece& piece : pieces_) {
       if (piece.step->function == function) add(piece);
     }
@@ -222,7 +232,7 @@ class MatrixGradients {
   std::vector<Entry>& found_;
   std::vector<Piece> pieces_;
   std::vector<Range> done_;  // of each function, rows and edges that are not yet in the sums
-  bool cut_, aside_ = false;
+  bool beside_, cut_, aside_ = false;
   std::set<int32_t> started_;
 };
 
@@ -259,9 +269,11 @@ std::vector<Entry> forward_pass(const Program& program, const Extent& extent, si
 
 std::vector<Entry> backward_pass(const Program& program, const Extent& extent, size_t tail, bool overlap,
                                  const Wanted& wanted) {
-  Maker make(program, extent);
-  MatrixGradients matrices(program, extent, make.rows, overlap, wanted, make.found);
   size_t end = extent.tasks.size();
+  // Where one kernel has all tasks, what is large comes last, and together.
+  const bool at_once = tail == 0 && end > 0;
+  Maker make(program, extent, !at_once);
+  MatrixGradients matrices(program, extent, make.rows, !at_once, overlap, wanted, make.found);
   if (tail < end) {
     make.begin_tail(tail);
     for (; end > tail; --end) make.task(program.backward, extent.tasks[end - 1]);
@@ -273,18 +285,43 @@ std::vector<Entry> backward_pass(const Program& program, const Extent& extent, s
     matrices.note(extent.tasks[end - 1]);
     matrices.advance(extent.tasks[end - 1]);
   }
-  matrices.finish();
+  if (!at_once) matrices.finish();
   const auto among = [](std::span<const int64_t> numbers, int32_t x) {
     return std::binary_search(numbers.begin(), numbers.end(), x);
+  };
+  std::vector<const Step*> products, gradients;  // that come later
+  const auto all_products = [&] {
+    for (const Step* s : products) make.whole(*s);
+    products.clear();
+  };
+  const auto is_read = [&](const Step& s) {
+    return std::any_of(products.begin(), products.end(), [&](const Step* p) { return p->target == s.source; });
   };
   std::set<int32_t> begun;  // vectors that have a term
   for (const Step& s : program.backward) {
     if (s.when != When::kAfter) continue;
-    if (s.kind == Step::Kind::kKernel) make.once(s);
-    if (s.kind == Step::Kind::kTotal && among(wanted.vectors, s.vector)) make.whole(s, !begun.insert(s.vector).second);
-    if (s.kind == Step::Kind::kOuter && among(wanted.matrices, s.matrix)) make.whole(s, !matrices.begin(s.matrix));
-    if (s.kind == Step::Kind::kProduct && among(wanted.inputs, program.buffers[s.target].index)) make.whole(s);
+    switch (s.kind) {
+      case Step::Kind::kKernel:
+        all_products();  // it may read what they write
+        make.once(s);
+        break;
+      case Step::Kind::kTotal:
+        if (is_read(s)) all_products();
+        if (among(wanted.vectors, s.vector)) make.whole(s, !begun.insert(s.vector).second);
+        break;
+      case Step::Kind::kOuter:
+        if (!among(wanted.matrices, s.matrix)) break;
+        at_once ? gradients.push_back(&s) : make.whole(s, !matrices.begin(s.matrix));
+        break;
+      case Step::Kind::kProduct:
+        if (!among(wanted.inputs, program.buffers[s.target].index)) break;
+        at_once ? products.push_back(&s) : make.whole(s);
+        break;
+    }
   }
+  all_products();
+  for (const Step* s : gradients) make.whole(*s, !matrices.begin(s->matrix));
+  if (at_once) matrices.finish();
   return std::move(make.found);
 }
 

@@ -1,7 +1,7 @@
-// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's, sums of vectors
-// one kernel (totals.cu). The host runs
-// ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph. Gradients of matrices run
-// on a second stream.
+// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's, those of layers
+// and gradients of floats one kernel where there are many rows (float_products.jit.cu), sums of vectors another
+// (totals.cu). The host runs ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph.
+// Gradients of matrices run on a second stream while frontiers run.
 //
 // The last frontiers, which are small, are one kernel each way (tail.jit.cu).
 //
@@ -37,6 +37,7 @@
 #include "jit/too_many_blocks.h"
 #include "vertex/exec/aten_executor.h"
 #include "vertex/exec/cuda/counters.h"
+#include "vertex/exec/cuda/float_products.h"
 #include "vertex/exec/cuda/frontier.jit.cuh"
 #include "vertex/exec/cuda/multiply.h"
 #include "vertex/exec/cuda/persistent.h"
@@ -119,6 +120,30 @@ class CudaExecutor final : public AtenExecutor {
     }
     multiply(m.dtype, m.rows, m.columns, count, {row(step.source, first), 1, stride(step.source)},
              {row(step.target, first), stride(step.target), 1}, m.data, m.row_stride, more);
+  }
+
+  // Those of floats in one launch, as far as that is faster than cuBLAS.
+  void products(std::span<const Entry> entries) override {
+    // A launch of whole multiprocessors would hold up what runs beside it.
+    if (multiplies_in_tf32() || entries[0].aside) return AtenExecutor::products(entries);
+    FloatProducts all{};
+    std::vector<const Entry*> others;
+    for (const Entry& e : entries) {
+      const std::optional<FloatProduct> p = float_product(e);
+      if (p && takes(*p) && all.count < kMostFloatProducts) {
+        add(all, *p);
+      } else {
+        others.push_back(&e);
+      }
+    }
+    if (!worth_float_products(all)) return AtenExecutor::products(entries);
+    const at::Tensor partial = at::empty({float_product_blocks(all) * int64_t{kPartialOfBlock}},
+                                         at::TensorOptions().dtype(at::kFloat).device(device()));
+    const Counters arrived = zeroed_counters(all.tiles);
+    all.partial = static_cast<float*>(partial.mutable_data_ptr());
+    all.arrived = reinterpret_cast<unsigned*>(arrived.first);
+    launch_float_products(all, at::cuda::getCurrentCUDAStream());
+    for (const Entry* e : others) run_product(*e);
   }
 
   void totals(std::span<const Entry> entries) override {
@@ -227,6 +252,45 @@ class CudaExecutor final : public AtenExecutor {
     return static_cast<char*>(memory().buffers[buffer].data) + first * stride(buffer) * bytes(buffer);
   }
 
+  static bool multiplies_in_tf32() {
+    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+           at::Float32Precision::TF32;
+  }
+
+  // A large product or gradient, where all of it is float and there is something to multiply.
+  std::optional<FloatProduct> float_product(const Entry& e) const {
+    const Step& s = *e.step;
+    const bool outer = s.kind == Step::Kind::kOuter;
+    const Matrix& m = outer ? memory().matrix_gradients[s.matrix] : memory().matrices[s.matrix];
+    const auto is_float = [&](int32_t buffer) { return program_->buffers[buffer].dtype == DType::f32; };
+    if (m.dtype != DType::f32 || !is_float(s.source) || !is_float(s.target)) return std::nullopt;
+    const int64_t from = width(s.source), to = width(s.target);
+    constexpr int64_t kMost = 1 << 30;
+    if (std::min({e.count, from, to}) == 0 || std::max({e.count, from, to}) > kMost) return std::nullopt;
+    const auto of_rows = [&](int32_t buffer, bool by_inner) {
+      return FloatFactor{static_cast<const float*>(row(buffer, e.first)), stride(buffer), by_inner};
+    };
+    FloatProduct p{};
+    const int count = static_cast<int>(e.count), inner = static_cast<int>(from), columns = static_cast<int>(to);
+    if (outer) {
+      if (m.column_stride != 1) return std::nullopt;
+      p.left = of_rows(s.source, false), p.right = of_rows(s.target, false);
+      p.result = static_cast<float*>(m.data), p.stride = m.row_stride, p.more = e.more;
+      p.rows = inner, p.columns = columns, p.inner = count;
+      return p;
+    }
+    const int64_t inner_stride = s.transposed ? m.column_stride : m.row_stride,
+                  column_stride = s.transposed ? m.row_stride : m.column_stride;
+    const bool by_inner = inner_stride == 1;
+    if (!by_inner && column_stride != 1) return std::nullopt;
+    p.left = of_rows(s.source, true);
+    p.right = {static_cast<const float*>(m.data), by_inner ? column_stride : inner_stride, by_inner};
+    p.result = static_cast<float*>(row(s.target, e.first)), p.stride = stride(s.target);
+    p.bias = s.bias < 0 ? nullptr : static_cast<const float*>(row(s.bias, 0));
+    p.rows = count, p.columns = columns, p.inner = inner;
+    return p;
+  }
+
   void run(TotalsLaunch& launch, int64_t rows) {
     if (launch.groups == 0) return;
     launch.pieces = totals_pieces(rows, launch.groups, device_limits().sm_count);
@@ -260,10 +324,8 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   const PersistentKernel& persistent(bool backward) {
-    const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                      at::Float32Precision::TF32;
-    return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks, tf32,
-                             static_cast<int32_t>(memory().matrices.size()));
+    return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks,
+                             multiplies_in_tf32(), static_cast<int32_t>(memory().matrices.size()));
   }
 
   struct Tail {

@@ -215,4 +215,14 @@ inline u32 cut_off_tf32(u32 x) {
   return (x & 0x7fffffffu) == 0x7f800000u ? 0u : rest;
 }
 
+// The first of x and y as bf16, rounded to nearest; their rests.
+inline u32 take_bf16(float& x, float& y) {
+  const u32 first = float_to_bfloat16(x), second = float_to_bfloat16(y);
+  x -= bfloat16_to_float(first);
+  y -= bfloat16_to_float(second);
+  return first | second << 16;
+}
+
+inline void fence_copy_engine() {}
+
 }  // namespace weft
