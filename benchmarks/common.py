@@ -137,6 +137,18 @@ class Results:
         temporary.replace(self.path)
 
 
+def host_us(run: Callable[[], Any], rounds: int = 15) -> float:
+    """Median microseconds until `run` returns, with an idle device before it."""
+    times = []
+    for _ in range(3 + rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = run()
+        times.append(1e6 * (time.perf_counter() - start))
+        del result
+    return statistics.median(times[3:])
+
+
 def put_all(results: Results, name: str, metric: str, times: dict[str, float]) -> list[dict[str, str]]:
     """The rows of one measurement, ``"weft"`` beside each of its peers."""
     mine = times.pop("weft")

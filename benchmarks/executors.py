@@ -26,7 +26,7 @@ from weft._vertex.calls import prepare
 from weft._vertex.runtime import batched, persistent
 
 from benchmarks import nets
-from benchmarks.common import Candidate, captured, measure
+from benchmarks.common import Candidate, captured, host_us, measure
 from benchmarks.costs_file import Tables
 from benchmarks.fitting import error, fit, rounded
 from benchmarks.level_loops import treebank
@@ -103,18 +103,6 @@ def _data(name: str) -> nets.Data:
     if name.startswith("bilstm"):
         return nets.data_of(name, [], (nets.sentences(None) or [])[:SENTENCES])
     return nets.data_of(name, (treebank(None) or [])[:TREES], [])
-
-
-def host_us(run: Callable[[], Any], rounds: int = 15) -> float:
-    """Median microseconds until `run` returns, with an idle device before it."""
-    times = []
-    for _ in range(3 + rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = run()
-        times.append(1e6 * (time.perf_counter() - start))
-        del result
-    return statistics.median(times[3:])
 
 
 def kernels_us(replay: Callable[[], Any]) -> float:

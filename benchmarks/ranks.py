@@ -11,6 +11,7 @@ a stand-in group, which answers at once with totals made beforehand, so that one
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -33,7 +34,9 @@ from benchmarks.common import (
     begin_table,
     case_name,
     exit_with,
+    host_us,
     measure,
+    parse_case,
     run_entries,
     table_parser,
 )  # fmt: skip
@@ -41,6 +44,7 @@ from benchmarks.links import put_link, time_gathers
 from benchmarks.together import run_together
 
 RANKS = 8
+PREDICTED_STEPS = 1 << 20
 
 
 def _gloo_member(rank: int, ranks: int, store: str, answers: Any) -> None:
@@ -124,11 +128,30 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
                     {"ranks": Candidate(timed(over)), "alone": Candidate(timed(weft.scan.linear_scan))}, device
                 )
                 rows.append(results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"]))
+            if device == "cuda":
+                ours, alone = (
+                    host_us(functools.partial(forward(run), None), 50) for run in (over, weft.scan.linear_scan)
+                )
+                rows.append(results.put(name, "host_forward", "us", ours, "one_rank", alone))
         finally:
             group.close()
+        if layout == "diagonal" and forgets and device == "cuda":
+            rows += predicted_rows(results, rows[0], {**keys, "T": PREDICTED_STEPS})
         return rows
 
-    return Entry(name, ("forward", "forward_backward"), run)
+    return Entry(name, ("forward", "forward_backward", "host_forward", "forward_of_many"), run)
+
+
+def predicted_rows(results: Results, part: dict[str, str], keys: dict[str, Any]) -> list[dict[str, str]]:
+    """What 8 and 64 ranks are predicted to take for PREDICTED_STEPS, by a measured part, beside the work alone: the
+    ratio is the efficiency."""
+    scale, rows = 1e-3 * PREDICTED_STEPS / int(parse_case(part["case"])["T"]), []
+    alone, ranks = float(part["peer_value"]), float(part["weft"])
+    for count in (8, 64):
+        said = wd.predict(alone * scale, count, 8 * keys["B"] * keys["H"], fixup=max(ranks - alone, 0.0) / 1e3)
+        name = case_name(**keys, ranks=count, A="0.8")
+        rows.append(results.put(name, "forward_of_many", "ms", 1e3 * said.seconds, "work_alone", 1e3 * said.local))
+    return rows
 
 
 def layer_entry(device: str, cell: str, inputs: int, H: int, B: int, T: int, metric: str) -> Entry:

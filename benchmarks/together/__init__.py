@@ -54,15 +54,15 @@ def entries(over: Together) -> list[Entry]:
     found = [
         *short_entries(over),
         directions_entry(over, 512, 8, 1 << 16),
-        example_entry(over, 1_000_000, 32),
         *(diagonal(dtype, 1 << 16) for dtype in ("fp32", "bf16")),
+        example_entry(over, 1_000_000, 32),
+        offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
         diagonal("fp32", longest),
         stack_entry(over, 512, 4, 8, 1 << 16),
         scan_entry(over, "dense", "fp32", 20, 16, 1_000_000),
         *weak_entries(over),
         diagonal("fp32", 1 << 18),
         diagonal("bf16", fitting["bf16"][0]),
-        offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
         *(diagonal("fp32", T) for T in fitting["fp32"]),
         example_entry(over, 1_000_000, 256),
     ]
