@@ -423,6 +423,33 @@ def test_without_a_budget_no_use_waits_for_a_plan(monkeypatch: pytest.MonkeyPatc
     assert not memory.waiting and memory.planned[1].paced
 
 
+def test_with_a_budget_the_first_plan_alone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses of the same saves and reads go by the old plan until there is a new one, others have theirs at once."""
+    made: list[Callable] = []
+    monkeypatch.setattr(planning, "in_background", lambda make: made.append(make) or Future())
+    planner, memory = Planner(Engine(), 4, None, "copy", 0), Memory()
+
+    def use(seconds: float, read: int = 3) -> types.SimpleNamespace:
+        raw = (4, [seconds] * 4, 2, [(8, 0, read, read, 1.0, 4)], RAW[4])
+        return types.SimpleNamespace(copied=lambda _: {}, timelines=lambda: [(0, True, raw)], timed=True)
+
+    planner.plan_from(memory, use(1.0))
+    first = memory.planned[0]
+    assert first.plan.moves and not memory.waiting and not made
+    planner.plan_from(memory, use(1.05))
+    assert not made
+    planner.plan_from(memory, use(2.0))
+    assert memory.planned[0] is first and len(made) == 1
+    planner.plan_from(memory, use(3.0))
+    assert len(made) == 1  # which is still in the making
+    future, _ = memory.waiting[0]
+    future.set_result(made[0]())
+    planner._take_plans(memory)
+    assert memory.planned[0].seconds == (4.0, 4.0) and not memory.waiting
+    planner.plan_from(memory, use(2.0, read=2))
+    assert memory.planned[0].timeline.tensors[0].first_backward == 2 and len(made) == 1
+
+
 def test_a_plan_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,5 +1,5 @@
-"""What an offload object learns of a thread's steps, and the plans that it makes from that: without a budget beside the
-step, which never waits for one.
+"""What an offload object learns of a thread's steps, and the plans that it makes from that: beside the step, which
+waits for none without a budget, and with one for the first plan alone.
 """
 
 from __future__ import annotations
@@ -246,11 +246,11 @@ class Planner:
                 rest = functools.partial(self._rest, rests, memory)
                 make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share, rest)
                 more = dict(known=known, detailed=detailed, paced=paced)
-                if self.yields:
+                if self.yields or like is not None:
                     if like is not None and like.share != share:  # which slows the step
                         del memory.planned[device]
                     memory.waiting[device] = in_background(make), more
-                else:
+                else:  # a step that no plan holds for: the next use has to meet the budget
                     memory.planned[device] = replace(make(), **more)
         self._take_plans(memory)
 
