@@ -236,13 +236,15 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure_in_turns(candidates: Mapping[str, Candidate], *, rounds: int, warmup: int = 2) -> dict[str, float]:
-    """Median time of each candidate in milliseconds by the wall clock, one run of each after the other, so that what
-    else the machine does meets all of them."""
+def measure_in_turns(
+    candidates: Mapping[str, Candidate], device: str = "cpu", *, rounds: int, warmup: int = 2
+) -> dict[str, float]:
+    """Median time of each candidate in milliseconds, one run of each after the other, so that what else the machine
+    does meets all of them: by the wall clock, or for the device `"cuda"` by events on its current stream."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for index in range(warmup + rounds):
         for name, candidate in candidates.items():
-            elapsed = _time_once(candidate, "cpu")
+            elapsed = _time_once(candidate, device)
             if index >= warmup:
                 times[name].append(elapsed)
     return {name: statistics.median(values) for name, values in times.items()}
