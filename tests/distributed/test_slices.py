@@ -89,6 +89,28 @@ def test_groups(cpu_team: Team) -> None:
     cpu_team.run(_groups)
 
 
+def _of_dtensors(rank: int) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,))
+    x, own = distribute_tensor(torch.rand(8, 2, 3), mesh, [Shard(0)]), torch.rand(2, 2, 3)
+    calls = {
+        "shard: x": lambda: wd.shard(x),
+        "unshard: x": lambda: wd.unshard(x),
+        "linear_scan: A": lambda: wd.linear_scan(x, own),
+        "linear_scan: x0": lambda: wd.linear_scan(own, own, x[0]),
+        r"chain_backward: jacobians\[0\]": lambda: wd.chain_backward(own[0], [x]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{what} must be this rank's own Tensor, got a DTensor: its to_local"):
+            call()
+    assert wd.unshard(x.to_local()).shape == (8, 2, 3), "the bridge"
+
+
+def test_distributed_tensors_are_refused(cpu_team: Team) -> None:
+    cpu_team.run(_of_dtensors)
+
+
 def _differing(rank: int) -> str:
     x = torch.zeros(3, 4 if rank == 2 else 5)
     with pytest.MonkeyPatch.context() as patch:

@@ -177,6 +177,11 @@ def ranks_named(name: str) -> Ranks:
 def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+    if type(value) not in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(value, DTensor):
+            raise TypeError(f"{op}: {name} must be this rank's own Tensor, got a DTensor: its to_local() is one")
 
 
 def checks_ranks() -> bool:
