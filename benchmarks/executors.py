@@ -43,8 +43,6 @@ PERSISTENT, BATCHED = persistent.PERSISTENT, persistent.BATCHED
 HOST = ("call", "launch", "task")
 ENDS = ("", ".half")
 """Of the names of their costs."""
-SHARED_LIMIT = 232448
-"""Bytes of shared memory of a block, of an H100 and an H200."""
 
 
 class Timed(NamedTuple):
@@ -157,7 +155,7 @@ def amounts(name: str, H: int | None, B: int, parts: int, processors: int, dtype
     groups = processors // blocks if parts > 1 else 1
     few, eights = _C.group_amounts(graphs._core, groups)
     own = {"level": 2.0 * graphs.num_levels}
-    rows = persistent.row_amounts(compiled, most, SHARED_LIMIT)
+    rows = persistent.row_amounts(compiled, most)
     for often, amount in zip((eights, eights, few, few), rows, strict=True):
         for what, n in amount.items():
             own[what] = own.get(what, 0.0) + often * n

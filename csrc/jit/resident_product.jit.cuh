@@ -10,10 +10,6 @@
 // which ask for what comes next before they multiply. The warps' partial sums are added up in shared memory in a fixed
 // order, as many numbers whatever the rows.
 //
-// Where shared memory does not hold all of a block's columns, the first stay, and each lane reads its part of the
-// others from L2 at every use, a few pieces ahead: nobody else reads its copies, so a lane waits for nobody but itself,
-// and the first are on their way while the block waits for its rows.
-//
 // fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is multiply-adds, because every use of a
 // weight on the tensor cores splits it first. Half types go to the tensor cores as they are. What comes out as NaN is
 // summed up again, one by one, because an infinity is one that way.
@@ -66,31 +62,14 @@ struct alignas(4 * sizeof(E)) FourOf {
   E x[4];
 };
 
-// What a product takes of its matrix.
-template <typename E, bool kStreams>
-struct BlockWeights {
-  const FourOf<E>* kept;  // what load() has put there
-};
-template <typename E>
-struct BlockWeights<E, true> {
-  const FourOf<E>* kept;
-  const E* matrix;  // as load() takes it
-  long long inner_stride, column_stride;
-  FourOf<E>* ring;  // kRing for each thread
-};
-
-// kPublished: rows of the left factor are waited for (common/cuda/words.jit.cuh); kInner is a multiple of four. kKept:
-// the first so many eights of columns stay, all where it is -1; of the others kRing pieces of a chunk are under way.
-template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false,
-          int kKept = -1, int kRing = 0>
+// kPublished: rows of the left factor are waited for (common/cuda/words.jit.cuh); kInner is a multiple of four.
+template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
   static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
   static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;  // warps that have chunks
   // Of rows that are the rows of tiles, and of the block's columns, which are their columns.
   static constexpr int kPartRows = 16, kEighths = (kColumns + 7) / 8, kMostParts = kEighths < 16 ? 4 : 0;
-  static constexpr bool kStreams = kKept >= 0;
-  using Weights = BlockWeights<E, kStreams>;
   // Partial sums are added up some tiles at a time; rows are in other banks each.
   static constexpr int kMostPartialBytes = 44 << 10;
   // `width` columns of so many rows of partial sums.
@@ -111,7 +90,6 @@ struct ResidentProduct {
 #pragma unroll 4
     for (int i = threadIdx.x; i < kChunks * kEighths * 32; i += kThreads) {
       const int lane = i % 32, eighth = i / 32 % kEighths, chunk = i / (32 * kEighths);
-      if (!keeps(eighth)) continue;
       const int k = chunk * 16 + 4 * (lane % 4), column = column_of(eighth, lane, rank);
       FourOf<E>* const to = weights + place(chunk, eighth) + lane;
       const E* const from = matrix + k * inner_stride + column * column_stride;
@@ -130,7 +108,7 @@ struct ResidentProduct {
   // aligned to four where kInner is a multiple of four; store(i, local, column, sum) takes the sum of the block's
   // `local`-th column. Ends with a barrier of the block.
   template <typename Source, typename Store>
-  static __device__ __forceinline__ void run(int count, int rank, const Weights& weights, float* partials,
+  static __device__ __forceinline__ void run(int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store) {
     for (int first = 0; first < count;) {
       first += some(first, count, rank, weights, partials, source, store, [] {});
@@ -138,7 +116,7 @@ struct ResidentProduct {
   }
   // The same; between() is called when the first rows have been asked for.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void run_between(int count, int rank, const Weights& weights, float* partials,
+  static __device__ __forceinline__ void run_between(int count, int rank, const FourOf<E>* weights, float* partials,
                                                      const Source& source, const Store& store, const Between& between) {
     const int done = some(0, count, rank, weights, partials, source, store, between);
     if constexpr (kMostParts == 0) {
@@ -191,87 +169,14 @@ struct ResidentProduct {
     return four;
   }
 
-  static constexpr bool keeps(int eighth) {
-    return !kStreams || eighth < kKept;
-  }
-  // Where the lanes' parts of 8 columns that stay are.
+  // Where the lanes' parts of 8 columns are.
   static __device__ __forceinline__ int place(int chunk, int eighth) {
-    return (chunk * (kStreams ? kKept : kEighths) + eighth) * 32;
-  }
-  // Where an element that a lane multiplies is, four of which follow.
-  static __device__ __forceinline__ const E* where(const Weights& weights, int chunk, int lane, int column) {
-    return weights.matrix + (chunk * 16 + 4 * (lane % 4)) * weights.inner_stride + column * weights.column_stride;
-  }
-
-  // The lane's parts of the weights, which are taken in the order of chunks first, first + apart, ... and of their
-  // columns.
-  struct Reader {
-    const Weights& weights;
-    const int rank, apart;
-    int chunk, eighth = kKept - 1;  // that were asked for last
-    int asked = 0, taken = 0;       // slots of the next pieces
-    bool any = false;               // was taken
-    bool fours = false;
-
-    __device__ __forceinline__ Reader(const Weights& weights, int rank, int first, int apart)
-        : weights(weights), rank(rank), apart(apart), chunk(first) {
-      if constexpr (kStreams) {
-        fours = by_fours(weights.matrix, weights.inner_stride, weights.column_stride);
-#pragma unroll 1
-        for (int i = 0; i < kRing; ++i) ask();
-      }
-    }
-
-    __device__ __forceinline__ FourOf<E> take(int of_chunk, int of_eighth) {
-      if constexpr (kStreams) {
-        if (!keeps(of_eighth)) {
-          if (any) ask();  // in the place of the last, which has been multiplied
-          any = true;
-          copy_wait<kRing - 1>();
-          const FourOf<E> found = weights.ring[taken * kThreads + threadIdx.x];
-          taken = taken + 1 == kRing ? 0 : taken + 1;
-          return as_multiplied(found);
-        }
-      }
-      return weights.kept[place(of_chunk, of_eighth) + threadIdx.x % 32];
-    }
-
-   private:
-    __device__ __forceinline__ void ask() {
-      if constexpr (kStreams) {
-        if (++eighth == kEighths) eighth = kKept, chunk += apart;
-        const int lane = threadIdx.x % 32, column = column_of(eighth, lane, rank);
-        FourOf<E>& to = weights.ring[asked * kThreads + threadIdx.x];
-        asked = asked + 1 == kRing ? 0 : asked + 1;
-        if (chunk < kChunks && column >= 0) {  // nobody takes the sums of others
-          const E* const from = where(weights, chunk, lane, column);
-          const int there = kInner - chunk * 16 - 4 * (lane % 4);
-          if (kInner % 16 == 0 || there >= 4) {
-            copy(from, weights.inner_stride, fours, to);
-          } else {
-            to = four_at(from, weights.inner_stride, false, there);
-          }
-        }
-        copy_commit();
-      }
-    }
-  };
-
-  // What one lane has of a chunk, whoever that is, of a column that there is.
-  static __device__ __forceinline__ FourOf<E> weights_at(const Weights& weights, int chunk, int eighth, int lane,
-                                                         int rank) {
-    if constexpr (kStreams) {
-      if (!keeps(eighth)) {
-        const E* const from = where(weights, chunk, lane, column_of(eighth, lane, rank));
-        return as_multiplied(four_at(from, weights.inner_stride, false, kInner - chunk * 16 - 4 * (lane % 4)));
-      }
-    }
-    return weights.kept[place(chunk, eighth) + lane];
+    return (chunk * kEighths + eighth) * 32;
   }
 
   // Some of the rows from `first` on, all where they are few enough. How many that may be.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ int some(int first, int count, int rank, const Weights& weights, float* partials,
+  static __device__ __forceinline__ int some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store, const Between& between) {
     const int left = count - first;
     if constexpr (kMostParts > 0) {
@@ -287,7 +192,7 @@ struct ResidentProduct {
 
   // Up to 8 rows from `first` on.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void few(int first, int count, int rank, const Weights& weights, float* partials,
+  static __device__ __forceinline__ void few(int first, int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store, const Between& between) {
     if constexpr (kMultiply == Multiply::kFloat && kInner % 4 == 0) {
       if constexpr (kTiles * 2 <= kMostSums) {
@@ -302,12 +207,11 @@ struct ResidentProduct {
 
   // The same of at most kRows rows by multiply-adds. Four lanes share a column; each has four neighbours of a chunk.
   template <int kRows, typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void multiply_add(int first, int count, int rank, const Weights& weights,
+  static __device__ __forceinline__ void multiply_add(int first, int count, int rank, const FourOf<E>* weights,
                                                       float* partials, const Source& source, const Store& store,
                                                       const Between& between) {
     constexpr int kBatch = kOfWarp < 12 / kRows ? kOfWarp : 12 / kRows;  // chunks that are loaded together
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = count - first;
-    Reader reader(weights, rank, warp, kWarps);
     float d[kTiles][2][kRows] = {};
     const E* from[kRows];
 #pragma unroll
@@ -324,7 +228,7 @@ struct ResidentProduct {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             if (!has(tile, half)) continue;
-            const FourOf<E> w = reader.take(chunk, tile * 2 + half);
+            const FourOf<E> w = weights[place(chunk, tile * 2 + half) + lane];
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -408,7 +312,7 @@ struct ResidentProduct {
   // [begin, end) that this warp has at partials[(term * apart + row) * (kColumnsAtOnce + 4) + column - begin].
   template <int kColumnsAtOnce, bool kAgain, typename Source, typename Store, typename Write>
   static __device__ __forceinline__ void finish(int first, int rows, int apart, int terms, int rank,
-                                                const Weights& weights, float* partials, const Source& source,
+                                                const FourOf<E>* weights, float* partials, const Source& source,
                                                 const Store& store, const Write& write) {
     constexpr int kPitch = kColumnsAtOnce + 4, kChains = 4;  // of additions
 #pragma unroll
@@ -428,7 +332,7 @@ struct ResidentProduct {
         for (; term < terms; ++term) sums[0] += of[term * apart * kPitch];
         float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
         if constexpr (kAgain && kMultiply == Multiply::kFloat) {
-          if (sum != sum && column >= 0) sum = one_by_one(source(first + row), weights, local, rank);
+          if (sum != sum && column >= 0) sum = one_by_one(source(first + row), weights, local);
         }
         if (column >= 0) store(first + row, local, column, sum);
       }
@@ -437,11 +341,11 @@ struct ResidentProduct {
   }
 
   // Of a row, which is there, and the block's `local`-th column.
-  static __device__ __noinline__ float one_by_one(const E* row, Weights weights, int local, int rank) {
+  static __device__ __noinline__ float one_by_one(const E* row, const FourOf<E>* weights, int local) {
     float sum = 0.0f;
     for (int k = 0; k < kInner; k += 4) {
       const int lane = local % 8 * 4 + k % 16 / 4;
-      const FourOf<E> w = weights_at(weights, k / 16, local / 8, lane, rank);
+      const FourOf<E> w = weights[place(k / 16, local / 8) + lane];
       FourOf<E> x{};
       if constexpr (kPublished) {
         ask(row + k, x);
@@ -506,14 +410,14 @@ struct ResidentProduct {
 
   // Up to 8 rows from `first` on.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void eight(int first, int count, int rank, const Weights& weights, float* partials,
-                                               const Source& source, const Store& store, const Between& between) {
+  static __device__ __forceinline__ void eight(int first, int count, int rank, const FourOf<E>* weights,
+                                               float* partials, const Source& source, const Store& store,
+                                               const Between& between) {
     // Independent sums, or each product would wait for the one before.
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles == 1 ? 2 * kTerms : 1;
     constexpr int kBatch = kOfWarp < 8 ? kOfWarp : 8;  // chunks that are loaded together
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = min(count - first, 8);
-    Reader reader(weights, rank, warp, kWarps);
     float d[kTiles][kSums][4] = {};
     const E* const from[1] = {lane / 4 < rows ? source(first + lane / 4) : nullptr};
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
@@ -533,9 +437,9 @@ struct ResidentProduct {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           float(&sums)[kSums][4] = d[tile];
-          const FourOf<E> upper = reader.take(chunk, tile * 2);
+          const FourOf<E> upper = weights[place(chunk, tile * 2) + lane];
           FourOf<E> lower{};
-          if (has(tile, 1)) lower = reader.take(chunk, tile * 2 + 1);
+          if (has(tile, 1)) lower = weights[place(chunk, tile * 2 + 1) + lane];
           if constexpr (kMultiply == Multiply::kHalf) {
             const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
             mma_half(sums[c % kSums], a, b_high);
@@ -576,7 +480,7 @@ struct ResidentProduct {
 
   // Up to 16 * parts rows from `first` on; parts is 1, 2 or 4.
   template <typename Source, typename Store, typename Between>
-  static __device__ __forceinline__ void many(int first, int count, int parts, int rank, const Weights& weights,
+  static __device__ __forceinline__ void many(int first, int count, int parts, int rank, const FourOf<E>* weights,
                                               float* partials, const Source& source, const Store& store,
                                               const Between& between) {
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1;
@@ -584,7 +488,6 @@ struct ResidentProduct {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = warp & (parts - 1), slice = warp / parts, slices = kWarps / parts;
     const int rows = min(count - first, parts * kPartRows);
-    Reader reader(weights, rank, slice, slices);
     const E* from[2];  // the lane's neighbours in the first chunk
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
@@ -653,7 +556,7 @@ struct ResidentProduct {
         start(chunk + kAhead * slices, ahead[i]);
 #pragma unroll
         for (int n = 0; n < kEighths; ++n) {
-          const FourOf<E> w = reader.take(chunk, n);
+          const FourOf<E> w = weights[place(chunk, n) + lane];
           if constexpr (kMultiply == Multiply::kHalf) {
             const u32 b[2] = {pair(w, 0), pair(w, 1)};
             mma_half(d[n], a_high[0], b);

@@ -16,28 +16,20 @@ struct Call {
 };
 static Call* call;
 
-template <typename E, Multiply kMultiply, int kInner, int kWidth, bool kPublished, int kKept = -1, int kRing = 0>
+template <typename E, Multiply kMultiply, int kInner, int kWidth, bool kPublished>
 static void launch(unsigned seed) {
   constexpr int kThreads = 512, kBlocks = 2;
   using Columns = DealtColumns<kBlocks, 0, kWidth, kWidth, kWidth>;
-  using Product = ResidentProduct<E, kMultiply, kThreads, kInner, Columns, kPublished, kKept, kRing>;
-  constexpr int kEighths = (Columns::count() + 7) / 8, kOfThem = kKept < 0 ? kEighths : kKept;
-  constexpr int kWeights = (kInner + 15) / 16 * kOfThem * 32, kBytes = sizeof(FourOf<E>);
+  using Product = ResidentProduct<E, kMultiply, kThreads, kInner, Columns, kPublished>;
+  constexpr int kEighths = (Columns::count() + 7) / 8, kWeights = (kInner + 15) / 16 * kEighths * 32;
   const auto kernel = [] {
-    auto* const kept = reinterpret_cast<FourOf<E>*>(dynamic_shared_memory());
-    FourOf<E>* const ring = kept + kWeights;
-    auto* const partials = reinterpret_cast<float*>(ring + kRing * kThreads);
+    auto* const weights = reinterpret_cast<FourOf<E>*>(dynamic_shared_memory());
+    auto* const partials = reinterpret_cast<float*>(weights + kWeights);
     const int rank = blockIdx.x;
     const E* const matrix = static_cast<const E*>(call->matrix);
-    Product::load(matrix, call->inner_stride, call->column_stride, rank, kept);
+    Product::load(matrix, call->inner_stride, call->column_stride, rank, weights);
     copy_wait<0>();
     __syncthreads();
-    typename Product::Weights weights{};
-    if constexpr (kKept < 0) {
-      weights = {kept};
-    } else {
-      weights = {kept, matrix, call->inner_stride, call->column_stride, ring};
-    }
     const auto source = [](int i) { return static_cast<const E*>(call->rows) + i * call->stride; };
     const auto store = [](int i, int, int column, float sum) { call->result[i * call->columns + column] += sum; };
     if (call->between < 0) {
@@ -46,7 +38,7 @@ static void launch(unsigned seed) {
       Product::run_between(call->count, rank, weights, partials, source, store, [] { ++call->between; });
     }
   };
-  emulator::launch(kernel, kBlocks, kThreads, 1, (kWeights + kRing * kThreads) * kBytes + Product::kPartialBytes, seed);
+  emulator::launch(kernel, kBlocks, kThreads, 1, kWeights * sizeof(FourOf<E>) + Product::kPartialBytes, seed);
 }
 
 // Of an inner dimension and twice so many columns.
@@ -61,16 +53,10 @@ extern "C" void run(int which, Call* given, unsigned seed) {
       return launch<float, Multiply::kFloat, 37, 30, false>(seed);
     case 3:  // so many columns that only eight rows go together
       return launch<float, Multiply::kFloat, 32, 130, true>(seed);
-    case 4:  // some columns stay
-      return launch<float, Multiply::kFloat, 528, 20, true, 2, 3>(seed);
-    case 5:  // none does
-      return launch<float, Multiply::kFloat, 40, 12, false, 0, 2>(seed);
-    case 6:
+    case 4:
       return launch<float, Multiply::kTf32, 80, 40, true>(seed);
-    case 7:
+    case 5:
       return launch<Float16, Multiply::kHalf, 272, 24, true>(seed);
-    case 8:
-      return launch<Float16, Multiply::kHalf, 272, 24, true, 1, 2>(seed);
     default:
       return launch<BFloat16, Multiply::kHalf, 48, 24, false>(seed);
   }

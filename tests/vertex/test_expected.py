@@ -162,14 +162,11 @@ def test_a_product_of_a_half_type_pays_for_one_multiplication_and_two_bytes(devi
     single, half = (
         compiled_of(models.TreeLSTM(8, 64).to(dtype), trees(1)) for dtype in (torch.float32, torch.bfloat16)
     )
-    of_eight, _, of_few, _ = persistent.row_amounts(single, 132, 232448)
-    of_half, _, few_of_half, _ = persistent.row_amounts(half, 132, 232448)
+    of_eight, _, of_few, _ = persistent.row_amounts(single, 132)
+    of_half, _, few_of_half, _ = persistent.row_amounts(half, 132)
     assert of_half["multiplication"] * 6 == of_eight["multiplication"] and of_few["multiplication"] == 0
     assert of_half["kilobyte"] * 2 == of_eight["kilobyte"] and few_of_half["multiplication"] > 0
     assert of_few["few"] == pytest.approx(4e-3 * 128 * 5 * 64 / 64) and of_eight["few"] == 0
-    assert of_eight["streamed"] == 0
-    large = compiled_of(models.TreeLSTM(8, 1024), trees(1))
-    assert persistent.row_amounts(large, 132, 232448)[0]["streamed"] > 100
 
 
 def test_what_was_measured_groups_the_blocks(device):

@@ -147,29 +147,23 @@ class TestScripts:
     def test_weights_too_large_are_said_in_bytes(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
         compiled, _ = compiled_of(models.TreeLSTM(8, 64), graphs, torch.randn(3, 8, requires_grad=True))
-        assert _C.persistent_obstacle(compiled.program, 4, 232448, False, 2) == ""
-        why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, False, 2)
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == ""
+        why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, 2)
         assert "the weights of the forward pass take" in why and why.count("bytes") == 1
 
-    def test_what_a_block_does_not_keep_it_reads_again_up_to_what_its_registers_hold(self):
+    def test_all_weights_stay_or_none(self):
         """With the shared memory and the multiprocessors of an H100."""
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
-        for width, kept_whole, runs in ((512, True, True), (1024, False, True), (2048, False, False)):
+        for width, fits in ((512, True), (1024, False)):
             x = torch.empty(3, 8, requires_grad=True)
             with torch.device("meta"):
                 cell = models.TreeLSTM(8, width)
-            compiled, core = compiled_of(cell.to_empty(device="cpu"), graphs, x)
-            program = compiled.program
-            assert (_C.persistent_obstacle(program, 132, 232448, False, 2) == "") == kept_whole
-            why = _C.persistent_obstacle(program, 132, 232448, True, 2)
-            assert (why == "") == runs and (runs or "again" in why)
-            block = _C.scripted(core, program, 132, False, False)
-            all_bytes = 4 * 10 * width * width
+            program = compiled_of(cell.to_empty(device="cpu"), graphs, x)[0].program
+            assert (_C.persistent_obstacle(program, 132, 232448, 2) == "") == fits
             for which in (FORWARD, BACKWARD):
-                once, at_every_use = _C.weight_bytes(program, block, which, 232448)
-                assert once + at_every_use == all_bytes and (at_every_use == 0) == kept_whole
-                _, ((_, stays, streams),) = _C.partition(program, which, 132, 232448)
-                assert stays <= 232448 and (streams == 0) == kept_whole
+                blocks, ((_, kept, read),) = _C.partition(program, which, 132)
+                assert read == 4 * 10 * width * width <= blocks * kept
+                assert (kept < 232448) == fits
 
     def test_each_pass_loads_its_weights_whatever_their_size(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
@@ -184,7 +178,7 @@ class TestScripts:
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
         cell, x = models.TreeLSTM(8, 16).double(), torch.randn(3, 8, dtype=torch.float64)
         compiled, _ = compiled_of(cell, graphs, x)
-        assert _C.persistent_obstacle(compiled.program, 4, 232448, True, 2) == "float64"
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == "float64"
 
 
 def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
@@ -228,22 +222,6 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
 )
 def test_scripts_run_on_a_processor(name, dtype, full, blocks, groups, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full, groups=groups)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize(
-    ("make", "width", "dtype", "blocks", "groups", "limit"),
-    [
-        # Some chunks of each warp stay, forward or backward alone; columns are no multiple of eight.
-        (lambda: models.TreeFC(324), 324, "float32", 9, 1, 120_000),
-        (lambda: models.ChildSumTreeLSTM(3, 260), 3, "float32", 13, 2, 125_000),
-        (lambda: models.TreeFC(324), 324, "bfloat16", 9, 1, 85_000),
-    ],
-    ids=["treefc", "childsum", "half"],
-)
-def test_weights_that_do_not_fit_are_read_at_every_product(make, width, dtype, blocks, groups, limit, tmp_path):
-    check_written_kernels(make, True, dtype, tmp_path, blocks=blocks, groups=groups, width=width, limit=limit)
 
 
 def test_on_the_cpu_it_is_batched():

@@ -238,12 +238,10 @@ def check_written_kernels(
     full: bool = False,
     seed: int = 7,
     groups: int = 1,
-    width: int = 3,
-    limit: int | None = None,
 ) -> None:
     """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
     those of all frontiers in one that scripts of so many groups drive, on a processor beside the operator. `full`: no
-    vertex with children lacks one; `limit`: shared memory that does not hold all weights."""
+    vertex with children lacks one."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
@@ -254,7 +252,7 @@ def check_written_kernels(
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
         graphs = graphs.with_types(["inner" if below else "leaf" for tree in children for below in tree])
-    x = torch.randn(graphs.num_vertices, width, dtype=type, requires_grad=True)
+    x = torch.randn(graphs.num_vertices, 3, dtype=type, requires_grad=True)
     with weft.vertex.options(fuse=fuse):
         call = prepare(cell, graphs, x, "batched")
     batched, traces = call.compiled, [f.trace for f in call.functions]
@@ -343,9 +341,7 @@ def check_written_kernels(
         assert _C.vertex.script_fault(program, block) == ""
         for b in _C.vertex.script_published(program, block, int(backward)):
             tensors[b].view(torch.int32 if tensors[b].element_size() == 4 else torch.int16).fill_(-1)
-        bounds = {} if limit is None else {"shared_limit": limit}
-        made = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices), **bounds)
-        found, shared_bytes, count = made
+        found, shared_bytes, count = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices))
         folder = tmp_path / f"script{int(backward)}"
         folder.mkdir()
         (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in found))
@@ -365,12 +361,9 @@ def check_written_kernels(
         copied = kernel.copied_bytes()
         kernel.run(ctypes.byref(arguments), buffers, given, None, None, count * groups, size, seed)
         del arrived
-        if limit is not None:
-            assert shared_bytes <= limit
-            once, at_every_use = _C.vertex.weight_bytes(program, block, int(backward), limit)
-            assert at_every_use > 0
-            if dtype == "float32":  # others are too short to be copied one by one
-                assert kernel.copied_bytes() - copied == once + at_every_use
+        of_group = [read for _, _, read in _C.vertex.partition(program, int(backward), blocks)[1]]
+        if dtype == "float32" and all(b.width % 4 == 0 for b in compiled.buffers):  # others are not copied
+            assert kernel.copied_bytes() - copied == groups * sum(of_group)
 
     def run(backward: bool) -> None:
         steps = compiled.passes()[backward]

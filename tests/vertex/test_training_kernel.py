@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,6 @@ class Steps:
         x: torch.Tensor,
         folder: Path,
         groups: int = 1,
-        limit: int = 1 << 18,
     ):
         self.cell, self.head, self.loss, self.groups = cell, head, loss, groups
         self.optimizer = optimizer
@@ -86,10 +84,11 @@ class Steps:
         self.matrices = [self._parameter(*m) for m in self.given.matrices]
         self.vectors = [self._parameter(*v) for v in self.given.vectors]
         self.form = len(self.matrices), len(self.vectors), loss == "cross_entropy", head is not None, self.classes
-        assert _C.training_obstacle(self.program, BLOCKS, limit, True, *self.form) == ""
-        made = _C.persistent_source(self.program, TRAINING, BLOCKS, False, *self.form, shared_limit=limit)
-        defines, self.shared_bytes, self.blocks = made
-        assert self.shared_bytes <= limit
+        assert _C.training_obstacle(self.program, BLOCKS, 1 << 18, *self.form) == ""
+        defines, self.shared_bytes, self.blocks = _C.persistent_source(
+            self.program, TRAINING, BLOCKS, False, *self.form
+        )
+        assert self.shared_bytes <= 1 << 18
         (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in defines))
         self.kernel = emulated.build("vertex_persistent", folder)
 
@@ -195,7 +194,7 @@ def sentences(rng: random.Random, cell) -> weft.Graphs:
     return weft.Graphs.batch([s.graph for s in nets.samples(found, numbers)])
 
 
-def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1, limit=1 << 18):
+def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1):
     """Steps of the kernel on graphs that differ beside those of the loop."""
     torch.manual_seed(1)
     rng = random.Random(4)
@@ -222,7 +221,7 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, grou
         want.backward()
         theirs.step()
         if kernel is None:
-            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups, limit)
+            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups)
         found = kernel.step(graphs, x, targets, at, step)
         assert found[1] == 0
         torch.testing.assert_close(found[0], want.detach(), rtol=1e-5, atol=1e-6)
@@ -298,19 +297,15 @@ def test_weights_take_each_others_place(tmp_path):
     check(cell, lambda rng, _: trees(rng, 28), "sgd", "mse", None, "vertices", tmp_path, steps=2, x_width=96, groups=2)
 
 
-def test_weights_that_have_no_room_are_read_at_every_product(tmp_path):
-    """Some columns of both passes' frontiers."""
+def test_a_part_whose_weights_have_no_room_is_refused():
     torch.manual_seed(7)
-    cell, limit = models.TreeLSTM(96, 96), 165_000
-    graphs = trees(random.Random(4), 1)
+    cell, graphs = models.TreeLSTM(96, 96), trees(random.Random(4), 1)
     compiled, _ = whole(prepare(cell, graphs, torch.randn(graphs.num_vertices, 96), "batched").ready)
     form = 2, 1, False, False, 96
-    assert "the weights of the training step" in _C.training_obstacle(compiled.program, BLOCKS, limit, False, *form)
-    defines, _, _ = _C.persistent_source(compiled.program, TRAINING, BLOCKS, False, *form, shared_limit=limit)
-    (products,) = (d for d in defines if d.startswith("WEFT_VERTEX_PRODUCTS="))
-    kept = [int(found) for found in re.findall(r"(?:true|false), (\d+), \d+>", products)]
-    assert len(kept) == 2 and min(kept) > 0
-    check(cell, lambda rng, _: trees(rng, 3), "sgd", "mse", None, "vertices", tmp_path, 2, x_width=96, limit=limit)
+    _, least, _ = _C.persistent_source(compiled.program, TRAINING, BLOCKS, False, *form, shared_limit=0)
+    assert _C.training_obstacle(compiled.program, BLOCKS, least, *form) == ""
+    why = _C.training_obstacle(compiled.program, BLOCKS, least - 1, *form)
+    assert "the weights of the training step" in why
 
 
 def test_blocks_without_columns_of_a_narrow_kernel_leave_its_rows_alone(tmp_path):

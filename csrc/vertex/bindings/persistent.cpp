@@ -141,27 +141,17 @@ std::vector<int32_t> script_published(const torch::jit::Object& program, const a
 
 constexpr int64_t kNoLimit = int64_t{1} << 40;  // of shared memory
 
-// Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those that it
-// reads at every use.
+// Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those of it that
+// a group reads.
 std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t, int64_t>>> partition_shown(
-    const torch::jit::Object& program, int64_t pass, int32_t most_blocks, int64_t shared_limit) {
+    const torch::jit::Object& program, int64_t pass, int32_t most_blocks) {
   const ProgramPointer p = program_of(program);
   const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
   std::vector<std::tuple<int32_t, int64_t, int64_t>> found;
-  for (const Kept& k : kept_by_a_block(p->program, part, shared_limit)) {
-    found.emplace_back(k.matrix, k.kept, k.streamed);
+  for (const Kept& k : kept_by_a_block(p->program, part)) {
+    found.emplace_back(k.matrix, k.kept, k.read);
   }
   return {part.blocks, found};
-}
-
-// Bytes of weights that a pass reads from global memory, once and at every use.
-std::tuple<int64_t, int64_t> weight_bytes_of(const torch::jit::Object& program, const at::Tensor& block, int64_t pass,
-                                             int64_t shared_limit) {
-  const Scripts scripts = scripts_in(numbers_of(block));
-  const ProgramPointer p = program_of(program);
-  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
-  const WeightBytes found = weight_bytes(p->program, part, shared_limit, scripts.groups, scripts.of.at(pass));
-  return {found.once, found.at_every_use};
 }
 
 // What calls of a program are expected to take; the program lives as long.
@@ -257,37 +247,30 @@ void bind_persistent(py::module_& vertex) {
              py::arg("pass_"), "Buffers whose values products wait for, filled with ones bits beforehand.");
   vertex.def(
       "partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
-      py::arg("most_blocks"), py::arg("shared_limit") = kNoLimit,
-      "Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those "
-      "that it reads at every use.");
-  vertex.def(
-      "weight_bytes", torch::wrap_pybind_function(&weight_bytes_of), py::arg("program"), py::arg("block"),
-      py::arg("pass_"), py::arg("shared_limit"),
-      "Bytes of weights that a pass reads from global memory: those that stay, once for each group, and the others, at "
-      "every use.");
+      py::arg("most_blocks"),
+      "Blocks of a pass; of each product the number of its matrix, the bytes that a block keeps of it, and those of it "
+      "that a group reads.");
   vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),
              py::arg("pass_"), py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
              py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
              py::arg("shared_limit") = kNoLimit,
              "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
   vertex.def("persistent_obstacle",
-             torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
-                                            int64_t shared_limit, bool streams, int32_t matrices) {
-               return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, streams, matrices);
-             }),
-             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("streams"),
-             py::arg("matrices"),
-             "Why the program does not run in persistent kernels, whose blocks may read at every use what they do not "
-             "keep; nothing where it does.");
+             torch::wrap_pybind_function(
+                 [](const torch::jit::Object& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
+                   return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices);
+                 }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             "Why the program does not run in persistent kernels; nothing where it does.");
   vertex.def("training_obstacle",
              torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
-                                            int64_t shared_limit, bool streams, int32_t matrices, int32_t vectors,
-                                            bool cross_entropy, bool head, int32_t classes) {
-               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, streams, matrices,
-                                        vectors, loss_form(cross_entropy, head, classes));
+                                            int64_t shared_limit, int32_t matrices, int32_t vectors, bool cross_entropy,
+                                            bool head, int32_t classes) {
+               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
+                                        loss_form(cross_entropy, head, classes));
              }),
-             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("streams"),
-             py::arg("matrices"), py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
              "The same of a training step.");
 }
 

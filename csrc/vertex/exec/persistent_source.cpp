@@ -29,28 +29,11 @@ std::string columns_of(const Share& share, int32_t blocks) {
 
 // As ResidentProduct in csrc/jit/resident_product.jit.cuh.
 struct Sizes {
-  int64_t inner, type;           // length of the reduction, bytes of an element
-  int64_t chunks;                // of the reduction
-  std::vector<int64_t> columns;  // of all blocks, by the eighth of a block's that they are in
-  int64_t eighth;                // bytes of a block's
-  int64_t piece;                 // bytes of what all threads have under way at a time
-  int64_t partials;              // bytes
-  bool many;                     // more than 8 rows are multiplied in parts of 16
-  Sizes(const Program& program, const Step& s, const Share& share, int32_t blocks) {
+  int64_t weights = 0, partials = 0;  // bytes
+  Sizes(const Program& program, const Step& s, const Share& share) {
     const Buffer& source = program.buffers[s.source];
-    inner = source.width;
-    type = is_half(source.dtype) ? 2 : 4;
-    chunks = (inner + 15) / 16;
-    columns.resize((share.columns + 7) / 8);
-    int32_t local = 0;
-    for (const Segment& g : share.segments) {
-      const int32_t units = g.units(blocks);
-      for (int32_t j = 0; j < units; ++j, ++local) {
-        columns[local / 8] += std::min<int64_t>(blocks, std::max<int64_t>(0, (g.width - j + units - 1) / units));
-      }
-    }
-    eighth = chunks * 128 * type;
-    piece = kPersistentThreads * 4 * type;
+    const int64_t chunks = (source.width + 15) / 16, eighths = (share.columns + 7) / 8;
+    weights = chunks * eighths * 128 * (is_half(source.dtype) ? 2 : 4);
     const int64_t active = std::min<int64_t>(chunks, kWarps);
     const auto partial_bytes = [&](int64_t rows, int64_t width) {
       constexpr int64_t kMostPartialBytes = 44 << 10;
@@ -59,95 +42,54 @@ struct Sizes {
       return rows * (at_once + 4) * 4;
     };
     partials = partial_bytes(active * 8, 16);
-    many = eighths() < 16;
-    if (many) partials = std::max(partials, partial_bytes(int64_t{kWarps} * 16, 8));
-  }
-  int64_t eighths() const { return static_cast<int64_t>(columns.size()); }
-  int64_t weights() const { return eighths() * eighth; }
-  // How often the weights that do not stay are read for so many rows.
-  int64_t reads(int64_t rows) const {
-    int64_t count = 0;
-    while (rows > 0) {
-      const int64_t parts = rows > 48 ? 4 : rows > 16 ? 2 : 1;  // each reads them
-      count += many && rows > 8 ? parts : 1;
-      rows -= many && rows > 8 ? 16 * parts : 8;
-    }
-    return count;
-  }
-  // Bytes that all blocks read of the matrix where so many eighths stay.
-  int64_t streamed(int64_t kept) const {
-    return std::accumulate(columns.begin() + kept, columns.end(), int64_t{0}) * inner * type;
+    if (eighths < 16) partials = std::max(partials, partial_bytes(int64_t{kWarps} * 16, 8));
   }
 };
 
 // Of a pass, in shared memory. The parts of a training step, before the frontiers, forward and backward, take the place
-// of each other's weights where there is no room for all; of a part that has no room by itself a block keeps what there
-// is room for, and reads the rest at every use.
+// of each other's weights where there is no room for all.
 struct Room {
   static constexpr int kParts = 3;
-  int64_t sums = 0, partials = 0, ring = 0, weights = 0;
+  int64_t sums = 0, partials = 0, weights = 0;
   std::array<int64_t, kParts> of{};  // all weights of a part
   std::array<bool, kParts> turns{};  // they are loaded when it begins
-  int64_t limit;                     // of weights
-  int ahead = 0;                     // pieces under way
-  struct Place {
-    int64_t at;
-    int kept;  // eighths; -1: all
-  };
-  std::vector<Place> places;  // by step
+  std::vector<int64_t> places;       // of weights, by step
 
   Room(const Program& program, const Partition& partition, int32_t classes, int64_t shared_limit) {
     partials = int64_t{kWarps} * (classes + 2) * 4;
-    int64_t slot = 0;
     std::vector<std::pair<size_t, Sizes>> products;
     for (size_t i = 0; i < partition.steps.size(); ++i) {
       if (!is_product(partition, i)) continue;
       const Share& share = partition.shares[i];
-      const Sizes& sizes =
-          products.emplace_back(i, Sizes(program, *partition.steps[i], share, partition.blocks)).second;
+      const Sizes& sizes = products.emplace_back(i, Sizes(program, *partition.steps[i], share)).second;
       sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
-      slot = std::max(slot, sizes.piece);
-      of[part(partition, i)] += sizes.weights();
+      of[part(partition, i)] += sizes.weights;
     }
     sums = (sums + 15) / 16 * 16;
     partials = (partials + 15) / 16 * 16;
-    limit = shared_limit - before_weights();
-    constexpr int kLeastAhead = 3, kMostAhead = 8;
-    const bool streams = *std::max_element(of.begin(), of.end()) > limit;
-    if (streams) ahead = kLeastAhead, ring = kLeastAhead * slot;
-    constexpr int64_t kForAll = 160 << 10;
-    const int64_t for_all = std::min(kForAll, limit - ring), first = of[0] + of[1];
+    const int64_t for_all = std::min(int64_t{160} << 10, shared_limit - before_weights()), first = of[0] + of[1];
     turns[1] = of[0] > 0 && first > for_all;
     turns[2] = first > 0 && first + of[2] > for_all;
     std::array<int64_t, kParts> next{0, turns[1] ? 0 : of[0], turns[2] ? 0 : first};
-    places.resize(partition.steps.size(), {0, -1});
+    places.resize(partition.steps.size());
     for (const auto& [i, sizes] : products) {
-      Place& place = places[i];
       int64_t& at = next[part(partition, i)];
-      place.at = at;
-      if (at + sizes.weights() > limit - ring) {
-        place.kept = static_cast<int>(std::clamp<int64_t>((limit - ring - at) / sizes.eighth, 0, sizes.eighths() - 1));
-      }
-      at += place.kept < 0 ? sizes.weights() : place.kept * sizes.eighth;
+      places[i] = at;
+      at += sizes.weights;
       weights = std::max(weights, at);
     }
-    if (streams) {
-      ahead = static_cast<int>(std::clamp<int64_t>((limit - weights) / slot, kLeastAhead, kMostAhead));
-      ring = ahead * slot;
-    }
     // Gradients take the place of all that.
-    if (partition.pass == Pass::kTraining) weights = std::max(weights, kOuterShared - partials - ring);
+    if (partition.pass == Pass::kTraining) weights = std::max(weights, kOuterShared - partials);
   }
   static int part(const Partition& partition, size_t step) {
     if (step >= partition.forward_steps) return 2;
     return partition.steps[step]->when == Step::When::kBefore ? 0 : 1;
   }
   int64_t before_weights() const {
-    return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials + ring;
+    return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials;
   }
-  int64_t before_ring() const { return before_weights() - ring; }
-  int64_t largest() const { return *std::max_element(of.begin(), of.end()); }
+  int64_t bytes() const { return before_weights() + weights; }
 };
 
 constexpr const char* kAwait = "await_weights(loading); ";
@@ -256,24 +198,19 @@ class SourceWriter {
     const Step& s = *partition_.steps[i];
     const Share& share = partition_.shares[i];
     const Buffer& source = program_.buffers[s.source];
-    const Room::Place& place = room.places[i];
     const std::string type = kTypes[static_cast<int>(source.dtype)], n = std::to_string(i), from = buffer(s.source),
                       to = buffer(s.target), matrix = "matrices.of[" + std::to_string(s.matrix) + "]",
                       data = "static_cast<const " + type + "*>(" + matrix + ".data)",
                       strides = matrix + (s.transposed ? ".column, " : ".row, ") + matrix +
                                 (s.transposed ? ".row" : ".column"),
-                      four = "FourOf<" + type + ">*>(shared + ", at = std::to_string(room.before_weights() + place.at);
+                      four = "FourOf<" + type + ">*>(shared + ",
+                      at = std::to_string(room.before_weights() + room.places[i]);
     const char* how = is_half(source.dtype) ? "kHalf" : tf32_ ? "kTf32" : "kFloat";
     const std::string published = partition_.published[s.source] ? ", true" : ", false";
     types += "using Product" + n + " = ResidentProduct<" + type + ", Multiply::" + how + ", kPersistentThreads, " +
-             std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) + published +
-             (place.kept < 0 ? "" : ", " + std::to_string(place.kept) + ", " + std::to_string(room.ahead)) + ">; ";
+             std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) + published + ">; ";
     load += " Product" + n + "::load(" + data + ", " + strides + ", rank, reinterpret_cast<" + four + at + "));";
-    std::string weights = "Product" + n + "::Weights{reinterpret_cast<const " + four + at + ")";
-    if (place.kept >= 0) {
-      weights += ", " + data + ", " + strides + ", reinterpret_cast<" + four + std::to_string(room.before_ring()) + ")";
-    }
-    weights += "}";
+    const std::string weights = "reinterpret_cast<const " + four + at + ")";
     const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
     cases += label(i, ScriptInstruction::kRun) + kAwait + "product<Product" + n + ", " + type + ">(" + from + ", " +
              to + ", first, count, rank, " + weights + ", partials, " + bias + "); break;";
@@ -386,16 +323,13 @@ int32_t find_buffer(const Program& program, Space space) {
   return -1;
 }
 
-std::string room_obstacle(const Program& program, const Partition& part, int64_t shared_limit, bool streams,
-                          int32_t classes, const char* name) {
+std::string room_obstacle(const Program& program, const Partition& part, int64_t shared_limit, int32_t classes,
+                          const char* name) {
   const Room room(program, part, classes, shared_limit);
-  const int64_t keeps = streams ? room.limit - room.ring : room.limit;
-  const bool there_is_room = room.before_weights() + room.weights <= shared_limit;
-  if (there_is_room && room.largest() <= keeps + (streams ? kMostStreamedBytes : 0)) return {};
-  return std::string("the weights of the ") + name + " take " + std::to_string(room.largest() * part.blocks) +
-         " bytes, " + std::to_string(part.blocks) + " blocks keep " +
-         std::to_string(std::max<int64_t>(0, keeps) * part.blocks) +
-         (streams ? " and read at most " + std::to_string(kMostStreamedBytes * part.blocks) + " again" : "");
+  if (room.bytes() <= shared_limit) return {};
+  const int64_t keeps = std::max<int64_t>(0, shared_limit - room.before_weights());
+  return std::string("the weights of the ") + name + " take " + std::to_string(room.weights * part.blocks) +
+         " bytes, " + std::to_string(part.blocks) + " blocks keep " + std::to_string(keeps * part.blocks);
 }
 
 std::string parameters_obstacle(const Program& program, size_t others) {
@@ -437,64 +371,36 @@ PersistentSource persistent_source(const Program& program, const Partition& part
     define("HEAD", form.head ? "1" : "0");
     define("CLASSES", std::to_string(form.classes));
   }
-  found.shared_bytes = room.before_weights() + room.weights;
+  found.shared_bytes = room.bytes();
   return found;
 }
 
-std::vector<Kept> kept_by_a_block(const Program& program, const Partition& partition, int64_t shared_limit) {
-  const Room room(program, partition, 0, shared_limit);
+std::vector<Kept> kept_by_a_block(const Program& program, const Partition& partition) {
   std::vector<Kept> found;
   for (size_t i = 0; i < partition.steps.size(); ++i) {
     if (!is_product(partition, i)) continue;
     const Step& s = *partition.steps[i];
-    const Sizes sizes(program, s, partition.shares[i], partition.blocks);
-    const int kept = room.places[i].kept;
-    const int64_t all = sizes.inner * program.buffers[s.target].width * sizes.type;
-    const int64_t stays = kept < 0 ? sizes.weights() : kept * sizes.eighth;
-    const int64_t streamed = kept < 0 ? 0 : sizes.streamed(kept);
-    found.push_back({s.matrix, stays, sizes.weights() - stays, all - streamed, streamed});
+    const Buffer& source = program.buffers[s.source];
+    const int64_t of_matrix = int64_t{source.width} * program.buffers[s.target].width * (is_half(source.dtype) ? 2 : 4);
+    found.push_back({s.matrix, Sizes(program, s, partition.shares[i]).weights, of_matrix});
   }
   return found;
 }
 
-WeightBytes weight_bytes(const Program& program, const Partition& partition, int64_t shared_limit, int32_t groups,
-                         Script all_groups) {
-  std::map<size_t, std::pair<Sizes, int64_t>> streamed;  // by step
-  WeightBytes found;
-  size_t next = 0;
-  const std::vector<Kept> all = kept_by_a_block(program, partition, shared_limit);
-  for (size_t i = 0; i < partition.steps.size(); ++i) {
-    if (!is_product(partition, i)) continue;
-    const Kept& kept = all[next++];
-    found.once += groups * kept.read_once;
-    streamed.emplace(i, std::pair(Sizes(program, *partition.steps[i], partition.shares[i], partition.blocks),
-                                  kept.read_at_every_use));
-  }
-  for (const ScriptInstruction& x : all_groups) {
-    if (x.op != ScriptInstruction::kRun && x.op != ScriptInstruction::kPair) continue;
-    const auto product = streamed.find(static_cast<size_t>(x.step));
-    if (product == streamed.end()) continue;
-    const auto& [sizes, bytes] = product->second;
-    found.at_every_use += bytes * sizes.reads(x.count);
-  }
-  return found;
-}
-
-std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, bool streams,
-                                int32_t matrices) {
+std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
   if (std::string why = script_obstacle(program); !why.empty()) return why;
   const auto others = static_cast<size_t>(std::max(1, matrices)) * sizeof(MatrixArgument);
   if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
   for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
     const char* name = pass == Pass::kForward ? "forward pass" : "backward pass";
-    std::string why = room_obstacle(program, partition_of(program, pass, most_blocks), shared_limit, streams, 0, name);
+    std::string why = room_obstacle(program, partition_of(program, pass, most_blocks), shared_limit, 0, name);
     if (!why.empty()) return why;
   }
   return {};
 }
 
-std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, bool streams,
-                              int32_t matrices, int32_t vectors, const LossForm& form) {
+std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices,
+                              int32_t vectors, const LossForm& form) {
   if (std::string why = script_obstacle(program); !why.empty()) return why;
   const size_t updates = static_cast<size_t>(std::max(1, matrices)) + static_cast<size_t>(vectors) + 2;
   const size_t others = sizeof(TrainingArguments) + updates * sizeof(UpdateArgument) +
@@ -508,8 +414,8 @@ std::string training_obstacle(const Program& program, int32_t most_blocks, int64
   }
   if (outputs.size() != 1 || outputs != output_grads) return "what is pushed is not one output of the frontiers";
   if (form.classes < 1 || form.classes > 1024) return std::to_string(form.classes) + " classes";
-  return room_obstacle(program, partition_of(program, Pass::kTraining, most_blocks), shared_limit, streams,
-                       form.classes, "training step");
+  return room_obstacle(program, partition_of(program, Pass::kTraining, most_blocks), shared_limit, form.classes,
+                       "training step");
 }
 
 }  // namespace weft::vertex

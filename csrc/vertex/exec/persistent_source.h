@@ -27,33 +27,18 @@ struct PersistentSource {
 PersistentSource persistent_source(const Program& program, const Partition& partition, bool tf32, int64_t shared_limit,
                                    int32_t matrices, int32_t vectors, const LossForm& form = {});
 
-// A block may leave so many bytes of weights in L2, as many as a multiprocessor has registers: larger ones are beyond
-// the chip.
-constexpr int64_t kMostStreamedBytes = 256 << 10;
-
-// Why the program does not run so on a device whose blocks have so much shared memory; empty where it does. `streams`:
-// blocks may read what they do not keep at every use.
-std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, bool streams,
-                                int32_t matrices);
+// Why the program does not run so on a device whose blocks have so much shared memory; empty where it does.
+std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices);
 // The same of a training step.
-std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, bool streams,
-                              int32_t matrices, int32_t vectors, const LossForm& form);
+std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices,
+                              int32_t vectors, const LossForm& form);
 
-// Of a product in the frontiers: the number of its matrix, what a block keeps of it in shared memory, in bytes, and
-// what it reads at every use. The bytes of the matrix itself that a group reads for these two.
+// Of a product in the frontiers: the number of its matrix, what a block keeps of it in shared memory, and what a group
+// reads of it in global memory, once a pass. Bytes.
 struct Kept {
   int32_t matrix;
-  int64_t kept, streamed;
-  int64_t read_once, read_at_every_use;
+  int64_t kept, read;
 };
-std::vector<Kept> kept_by_a_block(const Program& program, const Partition& partition, int64_t shared_limit);
-
-// Bytes of weights that the scripts of a pass read from global memory. A use is of up to 8 rows, or of as many as the
-// kernel multiplies at a time.
-struct WeightBytes {
-  int64_t once = 0, at_every_use = 0;
-};
-WeightBytes weight_bytes(const Program& program, const Partition& partition, int64_t shared_limit, int32_t groups,
-                         Script all_groups);
+std::vector<Kept> kept_by_a_block(const Program& program, const Partition& partition);
 
 }  // namespace weft::vertex

@@ -15,10 +15,9 @@
 // of the weights and has graphs of its own: every block of a group reads all rows of a product, so what the groups read
 // of L2 for a row goes with their blocks, and few rows take the shortest where all blocks are one. A block owns the
 // same columns of every kernel and the columns of each matrix that these read (csrc/vertex/program/partition.h). What
-// it keeps of the matrices lies in shared memory from the first frontier to the last. A kernel that is compiled so
-// reads what has no room there from L2 at every product; calls take none, since on an H100 those reads wait for each
-// other. Blocks meet only where a step reads what others wrote: of a Tree-LSTM once a frontier, forward before the
-// product that reads h, backward before the one that reads the gradients of the gates.
+// it keeps of the matrices lies in shared memory from the first frontier to the last. Blocks meet only where a step
+// reads what others wrote: of a Tree-LSTM once a frontier, forward before the product that reads h, backward before the
+// one that reads the gradients of the gates.
 //
 // Cost of a Tree-LSTM of H 256 on an H100: 1.4 us a frontier of one row forward and 2.2 backward, with one group; both
 // passes of 256 trees take 0.55 ms with several. With one group most of the time of many rows goes into the reads of
@@ -61,8 +60,7 @@ __device__ __forceinline__ void publish(Half& to, float x) {
 // Rows of `target`, the block's columns, = rows of `source` @ matrix [+ bias].
 template <typename Product, typename E>
 __device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
-                                     int rank, typename Product::Weights weights, unsigned char* partials,
-                                     const E* bias) {
+                                     int rank, const FourOf<E>* weights, unsigned char* partials, const E* bias) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
@@ -77,8 +75,8 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
 // The same of the few rows of a pair, whose sums stay in `sums`, too; between() runs while they are under way.
 template <typename Product, typename E, typename Between>
 __device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
-                                                int count, int rank, const typename Product::Weights& weights,
-                                                unsigned char* partials, float* sums, const Between& between) {
+                                                int count, int rank, const FourOf<E>* weights, unsigned char* partials,
+                                                float* sums, const Between& between) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;

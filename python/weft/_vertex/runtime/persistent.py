@@ -104,7 +104,7 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
         return f"persistent kernels need compute capability 8.0, the device has {properties.major}.{properties.minor}"
     matrices = len(compiled.plan.given.matrices)
     limit = properties.shared_memory_per_block_optin
-    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, _STREAMS, matrices)
+    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, matrices)
     if why:
         return why
     return _not_resident(compiled, device, None)
@@ -135,8 +135,6 @@ class Geometry(NamedTuple):
 _PARTS = (1, 2, 4, 8, 16)
 _GAIN = 1.2
 """How many times as fast several groups are to be."""
-_STREAMS = False
-"""Whether blocks may read from L2 at every product what they have no room for: slower than the batched executor."""
 
 
 class _Known(NamedTuple):
@@ -280,40 +278,39 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
             continue
         # Several groups are worth it where each keeps all weights.
         if form:
-            why = _C.training_obstacle(compiled.program, most, limit, _STREAMS and not found, *form)
+            why = _C.training_obstacle(compiled.program, most, limit, *form)
         else:
             matrices = len(compiled.plan.given.matrices)
-            why = _C.persistent_obstacle(compiled.program, most, limit, _STREAMS and not found, matrices)
+            why = _C.persistent_obstacle(compiled.program, most, limit, matrices)
         if found and why:
             break
-        rows = _row_us(compiled, most, device, limit) if costs else [0.0] * 4
+        rows = _row_us(compiled, most, device) if costs else [0.0] * 4
         found.append(Geometry(parts, most, groups if found else 1, *rows))
     return found
 
 
-PERSISTENT = ("level", "product", "multiplication", "kilobyte", "few", "streamed")
+PERSISTENT = ("level", "product", "multiplication", "kilobyte", "few")
 """Costs of persistent kernels: microseconds of a frontier each way without its products, of the partial sums of a
 product, of a 16 x 8 x 8 multiplication of a multiprocessor's tensor cores, of 1000 bytes of rows that a block reads in
-L2, of 1000 bytes of weights that it multiplies a few rows by without them, and of 1000 that it reads in L2, too."""
+L2, and of 1000 bytes of weights that it multiplies a few rows by without them."""
 
 
-def _row_us(compiled: batched.Batched, most_blocks: int, device: torch.device, limit: int) -> list[float]:
+def _row_us(compiled: batched.Batched, most_blocks: int, device: torch.device) -> list[float]:
     """Of products with 8 rows, forward and backward, and with a few."""
     number, table = gpu_costs.of(device.index).number, _tables(compiled)[0]
-    amounts = row_amounts(compiled, most_blocks, limit)
+    amounts = row_amounts(compiled, most_blocks)
     return [sum(n * number(table, name) for name, n in amount.items()) for amount in amounts]
 
 
-def row_amounts(compiled: batched.Batched, most_blocks: int, limit: int) -> list[dict[str, float]]:
-    """How often a group of at most so many blocks, each with so much shared memory, pays each of the costs for up to 8
-    rows of a frontier, forward and backward, and for up to 4."""
+def row_amounts(compiled: batched.Batched, most_blocks: int) -> list[dict[str, float]]:
+    """How often a group of at most so many blocks pays each of the costs for up to 8 rows of a frontier, forward and
+    backward, and for up to 4."""
     frontiers = compiled.plan.frontiers
     tf32 = fp32_precision("cuda", "matmul") == "tf32"
 
     def of(steps: Sequence[object], which: int, few: bool) -> dict[str, float]:
         found = dict.fromkeys(PERSISTENT[1:], 0.0)
-        blocks, kept = _C.partition(compiled.program, which, most_blocks, limit)
-        found["streamed"] = sum(1e-3 * streamed for _, _, streamed in kept)
+        blocks, _ = _C.partition(compiled.program, which, most_blocks)
         for step in steps:
             if not isinstance(step, Product) or step.when != "frontiers":
                 continue
@@ -439,13 +436,14 @@ def shape(call: Ready) -> Shape:
     passes = (FORWARD, BACKWARD) if compiled.plan.backward and call.trains else (FORWARD,)
     with torch.cuda.device(device):
         shapes = [_C.persistent_shape(compiled.program, which, most, matrices) for which in passes]
-    partitions, limit = [], torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    partitions, read = [], 0
     for which in passes:
-        blocks, kept = _C.partition(compiled.program, which, most, limit)
-        for number, size, _ in kept:
+        blocks, kept = _C.partition(compiled.program, which, most)
+        for number, size, bytes_read in kept:
             function, symbol = compiled.plan.given.matrices[number]
             name = compiled.functions[function].trace.program.symbols[symbol].name
             partitions.append((name, "shared", size * blocks))
+            read += bytes_read * groups
     block = scripted(compiled, call.graphs, call.schedule, device).block()
     instructions, waits = _C.script_counts(compiled.program, block)
     return Shape(
@@ -457,7 +455,7 @@ def shape(call: Ready) -> Shape:
         instructions=instructions,
         waits=waits,
         launches=len(passes),
-        weight_bytes=sum(sum(_C.weight_bytes(compiled.program, block, which, limit)) for which in passes),
+        weight_bytes=read,
     )
 
 
@@ -510,7 +508,7 @@ def _training_obstacle(
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
     form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
-    why = _C.training_obstacle(compiled.program, most, limit, _STREAMS, *form)
+    why = _C.training_obstacle(compiled.program, most, limit, *form)
     if why:
         return why
     return _not_resident(compiled, call.device, form)
