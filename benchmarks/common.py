@@ -126,6 +126,10 @@ class Results:
         self.rows[self._key(row)] = row
         return row
 
+    def drop(self, row: Mapping[str, str]) -> None:
+        """Takes back a row that :meth:`put` gave."""
+        self.rows.pop(self._key(row), None)
+
     def save(self) -> None:
         """Writes the file whole, then renames it into place, so that an interrupted run leaves the old one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)

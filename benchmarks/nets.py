@@ -1,14 +1,21 @@
 """Whole training steps of dynamic nets: each executor, and weft.vertex.Trainer, on graphs that were never seen.
 
 The six nets of VPPS (MICRO 2018), section IV, with the graphs of examples/six_nets.py; what they read are vectors that
-nobody trains, made on the device. A step is embedding's lookup, cell, head, cross-entropy, gradients of all parameters
-and the optimizer, SGD with momentum. ``python -m benchmarks.vertex`` has the rows.
+nobody trains, made on the device. A step is what a user's loop does with a batch that a DataLoader's workers have put
+together and its thread has pinned: it sends the batch to the device, graphs too, which plans their schedule, looks up
+the embedding, and runs cell, head, cross-entropy, gradients of all parameters and the optimizer, SGD with momentum.
+``python -m benchmarks.vertex`` has the rows.
+
+``python -m benchmarks.nets [NET ...]`` measures nothing: it compiles what the rows run, a process for each net, so that
+a run that has little time finds the kernels on disk.
 """
 
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +27,11 @@ import torch
 import weft
 from torch import Tensor, nn
 from weft import Graphs
+from weft._vertex import calls
+from weft._vertex.runtime import persistent
 from weft.vertex import Trainer, Vertex, models
 
+from benchmarks import level_loops
 from benchmarks.common import ROOT
 
 NETS = ("treelstm", "rvnn", "td-rnn", "td-lstm", "bilstm", "bilstm-char")
@@ -101,6 +111,12 @@ class Data:
     classes: int
 
 
+Batch = tuple[Graphs, Tensor]
+"""What :meth:`Training.collate` gives."""
+Step = Callable[..., object]
+"""Takes a batch, or the next one."""
+
+
 def samples(sentences: Sequence[weft.data.Sentence], numbers: dict[str, int]) -> list:
     """As :func:`data_of` makes them for the tagger that reads characters, with numbers of the words that it knows."""
     return _examples().char_samples(sentences, numbers, {}, {})
@@ -164,27 +180,34 @@ class Training:
         self.vectors = torch.randn(4096, self.width, device=device)
         self._next = 0
 
-    def batch(self) -> tuple[Graphs, Tensor, Tensor]:
-        """The next graphs put together, sent to the device, and what is there of their words."""
+    def collate(self) -> Batch:
+        """The next graphs put together, and the numbers of their words with the targets behind them, pinned."""
         chosen = [(self._next + i) % len(self.data.graphs) for i in range(self.B)]
         self._next += self.B
         graphs = Graphs.batch([self.data.graphs[i] for i in chosen])
-        targets = torch.cat([self.data.targets[i] for i in chosen])
         # Words do not matter: the vertices' numbers stand for them.
         words = torch.arange(graphs.num_vertices) % len(self.vectors)
-        if self.device == "cuda":  # in one copy
-            both = torch.cat((words, targets)).pin_memory().to(self.device, non_blocking=True)
-            words, targets = both.split((len(words), len(targets)))
+        both = torch.cat([words, *(self.data.targets[i] for i in chosen)])
+        return graphs, both.pin_memory() if self.device == "cuda" else both
+
+    def send(self, batch: Batch | None = None) -> tuple[Graphs, Tensor, Tensor]:
+        """A batch, or the next one, on the device: graphs, what their words stand for, targets."""
+        graphs, both = self.collate() if batch is None else batch
+        words, targets = both.to(self.device, non_blocking=True).tensor_split((graphs.num_vertices,))
         return graphs.to(self.device), self.vectors.index_select(0, words), targets
+
+    def batch(self) -> tuple[Graphs, Tensor, Tensor]:
+        """The next batch on the device."""
+        return self.send()
 
     def loss(self, run: Callable[[Tensor], Tensor], graphs: Graphs, x: Tensor, targets: Tensor) -> Tensor:
         y = run(x)
         y = y.index_select(0, graphs.roots) if self.at == "roots" else y
         return nn.functional.cross_entropy(y if self.head is None else self.head(y), targets)
 
-    def step(self, run: Callable[[Graphs], Callable[[Tensor], Tensor]]) -> Tensor:
+    def step(self, run: Callable[[Graphs], Callable[[Tensor], Tensor]], batch: Batch | None = None) -> Tensor:
         """By a loop, whose cell is what `run` makes of the graphs."""
-        graphs, x, targets = self.batch()
+        graphs, x, targets = self.send(batch)
         return self.update(self.loss(run(graphs), graphs, x, targets))
 
     def update(self, loss: Tensor) -> Tensor:
@@ -193,14 +216,17 @@ class Training:
         self.optimizer.step()
         return loss.detach()
 
-    def by(self, executor: str) -> Callable[[], Tensor]:
-        return lambda: self.step(lambda graphs: lambda x: self.cell(graphs, x, executor=executor))
+    def by(self, executor: str) -> Step:
+        def step(batch: Batch | None = None) -> Tensor:
+            return self.step(lambda graphs: lambda x: self.cell(graphs, x, executor=executor), batch)
 
-    def gradients_by(self, executor: str) -> Callable[[], Sequence[Tensor]]:
+        return step
+
+    def gradients_by(self, executor: str) -> Step:
         """Steps without the optimizer."""
 
-        def step() -> Sequence[Tensor]:
-            graphs, x, targets = self.batch()
+        def step(batch: Batch | None = None) -> Sequence[Tensor]:
+            graphs, x, targets = self.send(batch)
             loss = self.loss(lambda x: self.cell(graphs, x, executor=executor), graphs, x, targets)
             return torch.autograd.grad(loss, self.parameters)
 
@@ -214,9 +240,9 @@ class Training:
         self.optimizer.step()
         return grads[0]
 
-    def trainer(self) -> Callable[[], float | None]:
+    def trainer(self) -> Step:
         trainer = self.make_trainer()
-        return lambda: trainer.step(*self.batch())
+        return lambda batch=None: trainer.step(*self.send(batch))
 
     def make_trainer(self) -> Trainer:
         return Trainer(self.cell, self.optimizer, head=self.head, at=self.at, executor="persistent")
@@ -231,7 +257,7 @@ class Training:
             return "trainer" if found.one_kernel else found.executor
         return weft.explain(self.cell, graphs, x, executor=executor).executor
 
-    def losses(self, step: Callable[[], object], count: int = 4) -> Tensor:
+    def losses(self, step: Step, count: int = 4) -> Tensor:
         """Of steps from the beginning; the parameters and the optimizer are as before afterwards."""
         kept = [p.detach().clone() for p in self.parameters]
         self._next = 0
@@ -251,3 +277,38 @@ def sentences(folder: Path | None) -> list[weft.data.Sentence] | None:
         if place is not None and (place / "dev.txt").exists():
             return weft.data.tagged(place / "dev.txt")
     return None
+
+
+def compile_all(name: str, data: Data, device: str) -> None:
+    """What steps of a net run, whatever its graphs: its kernels are on disk afterwards."""
+    training = Training(name, data, 4, device)
+    graphs, x, _ = training.batch()
+    call = calls.prepare(training.cell, graphs, x, "persistent")
+    if call.executor == "persistent":
+        persistent.compile_all(call.compiled, graphs.device)
+    steps = [training.gradients_by("batched")]
+    if training.runs_as("trainer") == "trainer":
+        steps.append(training.trainer())
+    for step in steps:
+        step()
+
+
+def main(names: Sequence[str]) -> None:
+    if len(names) != 1:
+        command = [sys.executable, "-m", "benchmarks.nets"]
+        running = [(name, subprocess.Popen([*command, name])) for name in names or NETS]
+        failed = [name for name, process in running if process.wait() != 0]
+        if failed:
+            raise SystemExit(f"not compiled: {', '.join(failed)}")
+        return
+    (name,), start = names, time.monotonic()
+    trees, tagged = level_loops.treebank(None), sentences(None)
+    if (tagged if name.startswith("bilstm") else trees) is None:
+        print(f"{name}: its data are not here")
+        return
+    compile_all(name, data_of(name, (trees or [])[:1000], (tagged or [])[:1000]), "cuda")
+    print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

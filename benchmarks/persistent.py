@@ -6,8 +6,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 import weft
@@ -25,6 +23,7 @@ from benchmarks.common import (
     check_agreement,
     measure,
     relative_error,
+    show,
 )
 from benchmarks.level_loops import STEPS, LevelLoop, Step, case_of, loop_entry, sample
 from benchmarks.tree_training import device_busy
@@ -48,9 +47,6 @@ def net_entry(
         for executor in ("persistent", "trainer", "auto")
     }
 
-    def in_a_row(step: Callable[[], Any]) -> Candidate:
-        return Candidate(lambda _: [step() for _ in range(STEPS)][-1])
-
     def run(results: Results) -> list[dict[str, str]]:
         training = functools.partial(nets.Training, name, data(), B, device, H)
         first = training()
@@ -60,7 +56,7 @@ def net_entry(
             return []
         rows: list[dict[str, str]] = []
         want = first.losses(first.by("batched"))
-        steps: dict[str, Callable[[], Any]] = {}
+        steps: dict[str, nets.Step] = {}
         for executor, there in runs.items():
             if there:
                 one = training()
@@ -69,23 +65,25 @@ def net_entry(
                 check_agreement(cases[executor], errors, 1e-4)
                 steps[executor] = training().trainer() if executor == "trainer" else training().by(executor)
         if runs["persistent"]:
-            gradients = {e: training().gradients_by(e) for e in ("persistent", "batched", "auto")}
-            times = measure({e: in_a_row(g) for e, g in gradients.items()}, device)
+            gradients = {e: in_a_row(first, first.gradients_by(e)) for e in ("persistent", "batched", "auto")}
+            times = measure(gradients, device)
             own, other, auto = (times[e] / STEPS for e in ("persistent", "batched", "auto"))
             rows.append(results.put(cases["persistent"], "forward_backward", "ms", own, "batched", other))
             rows.append(results.put(cases["auto"], "forward_backward", "ms", auto, "best", min(own, other)))
         if runs["trainer"]:
             steps["batched"] = training().by("batched")
+            candidates = {who: in_a_row(first, step) for who, step in steps.items()}
             if loops:
-                steps["reference"] = training().by("reference")
-                eager, repeated = training(), training()
-                steps["eager"] = lambda: eager.step(lambda graphs: LevelLoop(eager.cell, graphs.to("cpu"), device))
+                candidates["reference"] = in_a_row(first, training().by("reference"))
+                candidates["eager"] = eager_in_a_row(training())
+                repeated = training()
                 batch = repeated.batch()
                 loop = LevelLoop(repeated.cell, batch[0].to("cpu"), device)
-                steps["captured"] = captured(lambda: repeated.captured_step(loop, *batch))
-            times = measure({who: in_a_row(step) for who, step in steps.items()}, device)
-            times = {who: time / STEPS for who, time in times.items()}
-            times["device_busy"] = device_busy(lambda: [steps["trainer"]() for _ in range(STEPS)]) / STEPS
+                replay = captured(lambda: repeated.captured_step(loop, *batch))
+                candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
+            times = {who: time / STEPS for who, time in measure(candidates, device).items()}
+            batches = [first.collate() for _ in range(STEPS)]
+            times["device_busy"] = device_busy(lambda: [steps["trainer"](b) for b in batches]) / STEPS
             rows += [
                 results.put(cases["trainer"], "step", "ms", times["trainer"], peer, time)
                 for peer, time in times.items()
@@ -94,6 +92,26 @@ def net_entry(
         return rows
 
     return Entry(f"{cases['trainer']} {cases['persistent']}", ("forward_backward", "step"), run)
+
+
+def in_a_row(training: nets.Training, step: nets.Step, count: int = STEPS) -> Candidate:
+    """Steps on graphs that were never seen, one behind the other."""
+    return Candidate(
+        lambda batches: [step(batch) for batch in batches][-1], lambda: [training.collate() for _ in range(count)]
+    )
+
+
+def eager_in_a_row(training: nets.Training) -> Candidate:
+    """Steps of the level loop, whose indices are made beside, too."""
+
+    def prepare() -> list[tuple]:
+        batches = [training.collate() for _ in range(STEPS)]
+        return [(batch, LevelLoop(training.cell, batch[0], training.device)) for batch in batches]
+
+    def run(batches: list[tuple]) -> Tensor:
+        return [training.step(lambda _, loop=loop: loop, batch) for batch, loop in batches][-1]
+
+    return Candidate(run, prepare)
 
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -107,40 +125,62 @@ def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: 
     }
 
     def run(results: Results) -> list[dict[str, str]]:
-        sets = {name: data(name) for name in names}
-        with ThreadPoolExecutor(len(names)) as pool:  # kernels of the nets compile side by side
-            list(pool.map(lambda name: _compile(nets.Training(name, sets[name], 1, device)), names))
+        of_nets = {name: _Nets(name, data(name), device) for name in names}
         ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for name, B in itertools.product(names, BATCHES):
-            training = functools.partial(nets.Training, name, sets[name], B, device)
-            first, candidates = training(), {}
-            for executor in ("persistent", "batched", "auto"):
-                if executor != "persistent" or first.runs_as(executor) == executor:
-                    candidates[executor] = training().gradients_by(executor)
-            if first.runs_as("trainer") == "trainer":
-                candidates |= {"trainer": training().trainer(), "loop": training().by("batched")}
-            in_a_row = {e: Candidate(lambda _, run=run: [run() for _ in range(3)][-1]) for e, run in candidates.items()}
-            times = measure(in_a_row, device, warmup=1, repeats=4, at_most=0.05)
-            times = {e: time / 3 for e, time in times.items()}
+        rows: list[dict[str, str]] = []
+        # Sizes far apart come first, so that the means of a part are not those of small batches.
+        for B, name in itertools.product(sorted(BATCHES, key=lambda B: (BATCHES.index(B) * 3) % len(BATCHES)), names):
+            times = of_nets[name].times(B)
             best = min(times[e] for e in ("persistent", "batched") if e in times)
             ratios.setdefault(("auto", "best"), []).append((times["auto"], best))
             for executor, peer in (("persistent", "batched"), ("trainer", "loop")):
                 if executor in times:
                     ratios.setdefault((executor, "batched"), []).append((times[executor], times[peer]))
-        rows = []
-        for (executor, peer), pairs in ratios.items():
-            own, other = (statistics.geometric_mean(column) for column in zip(*pairs, strict=True))
-            metric = "step" if executor == "trainer" else "forward_backward"
-            rows.append(results.put(f"{case[executor]} cases={len(pairs)}", metric, "ms", own, peer, other))
+            print(f"{name} B={B}", {e: float(f"{time:.4g}") for e, time in times.items()}, flush=True)
+            for row in rows:
+                results.drop(row)
+            rows = [_mean(results, case[executor], executor, peer, pairs) for (executor, peer), pairs in ratios.items()]
+            results.save()  # a run that is cut off has the means of what it measured
+            if name == names[-1]:
+                show(rows)
         return rows
 
     return Entry(" ".join(case.values()), ("forward_backward", "step"), run)
 
 
-def _compile(training: nets.Training) -> None:
-    """What the steps of a net are going to run."""
-    for run in (training.gradients_by("persistent"), training.gradients_by("batched"), training.trainer()):
-        run()
+def _mean(
+    results: Results, case: str, executor: str, peer: str, pairs: Sequence[tuple[float, float]]
+) -> dict[str, str]:
+    """The row of geometric means of pairs of times."""
+    own, other = (statistics.geometric_mean(column) for column in zip(*pairs, strict=True))
+    metric = "step" if executor == "trainer" else "forward_backward"
+    return results.put(f"{case} cases={len(pairs)}", metric, "ms", own, peer, other)
+
+
+class _Nets:
+    """One net: gradients by each executor of the same cell, and a Trainer and a loop that train one each."""
+
+    STEPS = 3
+
+    def __init__(self, name: str, data: nets.Data, device: str) -> None:
+        self._drawn, self._trained, self._looped = (nets.Training(name, data, 1, device) for _ in range(3))
+        self._trainer, self._loop = self._trained.trainer(), self._looped.by("batched")
+
+    def times(self, B: int) -> dict[str, float]:
+        """Milliseconds of a step with `B` graphs."""
+        drawn = self._drawn
+        drawn.B = B
+        steps = {
+            executor: drawn.gradients_by(executor)
+            for executor in ("persistent", "batched", "auto")
+            if executor != "persistent" or drawn.runs_as(executor) == executor
+        }
+        self._trained.B = B
+        if self._trained.runs_as("trainer") == "trainer":
+            steps |= {"trainer": self._trainer, "loop": self._loop}
+        candidates = {e: in_a_row(drawn, step, self.STEPS) for e, step in steps.items()}
+        times = measure(candidates, drawn.device, warmup=1, repeats=4, at_most=0.05)
+        return {e: time / self.STEPS for e, time in times.items()}
 
 
 def level_entry(H: int, device: str) -> Entry:

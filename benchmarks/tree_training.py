@@ -1,4 +1,8 @@
-"""A user's training steps on graphs that were never seen, beside those of a level loop."""
+"""A user's training steps on graphs that were never seen, beside those of a level loop.
+
+What a DataLoader's workers and its thread do beside the steps, putting batches together and pinning them, is not in the
+times, nor are the level loop's indices; all that is done with a batch from then on is, and so is planning its schedule.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,9 @@ class _Inner(weft.VertexFunction):
         v.push(h)
 
 
+Batch = tuple[Graphs, Tensor]
+
+
 class Training:
     """A user's step: embedding, cell, head, cross-entropy at every vertex, gradients, SGD; graphs are new each time.
 
@@ -87,16 +94,22 @@ class Training:
         self.parameters = [p for m in (self.embedding, self.model, self.head) for p in m.parameters()]
         self._next = 0
 
-    def batch(self) -> tuple[Graphs, Tensor, Tensor]:
-        """The next trees, put together and sent to the device."""
+    def collate(self) -> Batch:
+        """The next trees put together, their words and labels pinned."""
         chosen = [self.trees[(self._next + i) % len(self.trees)] for i in range(self.B)]
         self._next += self.B
         graphs, words, labels = zip(*chosen, strict=True)
-        both = torch.cat((*words, *labels))
-        if self.device == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        found = both.view(2, -1)
-        return Graphs.batch(graphs).to(self.device), *found
+        both = torch.cat((*words, *labels)).view(2, -1)
+        return Graphs.batch(graphs), both.pin_memory() if self.device == "cuda" else both
+
+    def send(self, batch: Batch) -> tuple[Graphs, Tensor, Tensor]:
+        """A batch on the device: graphs, words, labels."""
+        graphs, both = batch
+        return graphs.to(self.device), *both.to(self.device, non_blocking=True).unbind()
+
+    def batch(self) -> tuple[Graphs, Tensor, Tensor]:
+        """The next batch on the device."""
+        return self.send(self.collate())
 
     def loss(self, run: Callable[[Tensor], Tensor], words: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.head(run(self.embedding(words))), labels)
@@ -108,13 +121,16 @@ class Training:
                 p.add_(grad, alpha=-self.RATE)
         return loss.detach()
 
-    def weft(self) -> Tensor:
-        graphs, words, labels = self.batch()
+    def weft(self, batch: Batch) -> Tensor:
+        graphs, words, labels = self.send(batch)
         return self.update(self.loss(functools.partial(self.cell, graphs), words, labels))
 
-    def eager(self) -> Tensor:
-        graphs, words, labels = self.batch()
-        return self.update(self.loss(LevelLoop(self.model, graphs.to("cpu"), self.device), words, labels))
+    def level_loop(self, batch: Batch) -> LevelLoop:
+        return LevelLoop(self.model, batch[0], self.device)
+
+    def eager(self, batch: Batch, loop: LevelLoop) -> Tensor:
+        _, words, labels = self.send(batch)
+        return self.update(self.loss(loop, words, labels))
 
     def captured(self) -> Callable[[], Any]:
         """The level loop in a CUDA graph, which can only run one batch."""
@@ -132,12 +148,12 @@ class Training:
         """The losses of Weft's steps are those of the loop's, which starts from the same parameters."""
         kept = [p.detach().clone() for p in self.parameters]
         losses = []
-        for step in (self.weft, self.eager):
+        for step in (self.weft, lambda batch: self.eager(batch, self.level_loop(batch))):
             self._next = 0
             with torch.no_grad():
                 for p, before in zip(self.parameters, kept, strict=True):
                     p.copy_(before)
-            losses.append(torch.stack([step() for _ in range(3)]))
+            losses.append(torch.stack([step(self.collate()) for _ in range(3)]))
         check_agreement(case, {"losses": relative_error(*losses)}, 1e-4)
 
 
@@ -187,17 +203,29 @@ def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, d
         step = Training(name, trees, H, B, device)
         step.check(case)
 
-        def in_a_row(once: Callable[[], Any]) -> Candidate:
-            return Candidate(lambda _: [once() for _ in range(STEPS)][-1])
+        def some() -> list[Batch]:
+            return [step.collate() for _ in range(STEPS)]
 
-        candidates = {"weft": in_a_row(step.weft), "eager": in_a_row(step.eager)}
+        def some_with_loops() -> list[tuple[Batch, LevelLoop]]:
+            return [(batch, step.level_loop(batch)) for batch in some()]
+
+        candidates = {
+            "weft": Candidate(lambda batches: [step.weft(batch) for batch in batches][-1], some),
+            "eager": Candidate(lambda batches: [step.eager(*batch) for batch in batches][-1], some_with_loops),
+        }
         if step.typed:
-            candidates["untyped"] = in_a_row(Training("treelstm", trees, H, B, device).weft)
+            untyped = Training("treelstm", trees, H, B, device)
+            candidates["untyped"] = Candidate(
+                lambda batches: [untyped.weft(batch) for batch in batches][-1],
+                lambda: [untyped.collate() for _ in range(STEPS)],
+            )
         if device == "cuda":
-            candidates["captured"] = in_a_row(Training(name, trees, H, B, device).captured())
+            replay = Training(name, trees, H, B, device).captured()
+            candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
         times = {who: time / STEPS for who, time in measure(candidates, device).items()}
         if device == "cuda":
-            times["device_busy"] = device_busy(lambda: [step.weft() for _ in range(STEPS)]) / STEPS
+            batches = some()
+            times["device_busy"] = device_busy(lambda: [step.weft(batch) for batch in batches]) / STEPS
         rows = [
             results.put(case, "step", "ms", times["weft"], peer, times[peer])
             for peer in ("eager", "captured", "untyped", "device_busy")

@@ -13,16 +13,18 @@ In rows of the metric ``forward_backward_captured`` Weft's step is in a CUDA gra
 Weft runs graphs that it has seen before, as the loops do; what a new batch costs stands in the rows of the metric
 ``schedule``, whose peer is the whole ``step``, and of ``steps_in_a_row``, one of many steps that do not wait for each
 other, each on a new batch, whose peer takes batches that it has ``seen``. Rows of the metric ``step`` are a user's
-training steps in a row, each on graphs that were never seen: embedding, cell, head, cross-entropy, gradients and SGD.
-Their ``eager`` builds the loop's indices for each batch, ``captured`` repeats one batch, ``untyped`` is the same net as
-one function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the metric
+training steps in a row, each on graphs that were never seen: sending and planning a batch, embedding, cell, head,
+cross-entropy, gradients and SGD. A DataLoader's part, putting batches together and pinning them, is not in the time,
+nor is making the indices of the loop for ``eager``; ``captured`` repeats one batch, ``untyped`` is the same net as one
+function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the metric
 ``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
 benchmarks.vertex task=train``.
 
 Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of
 weft.vertex.Trainer, with SGD and momentum in the peers, too. Of six nets (benchmarks/nets.py) they stand beside the
 same net under ``batched``, those of ``executor=auto`` beside the ``best`` of both; rows of ``model=nets`` are geometric
-means over nets and batches of so many cases, alone: ``python -m benchmarks.vertex model=nets``. ``level_forward`` and
+means over nets and batches of so many cases, alone: ``python -m benchmarks.vertex model=nets``, which takes two minutes
+where ``python -m benchmarks.nets`` has compiled their kernels. ``level_forward`` and
 ``level_backward`` are what one more level of one vertex costs on the device.
 
 All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.

@@ -10,7 +10,7 @@ import weft
 from weft import Graphs
 
 from benchmarks import level_loops, nets, persistent, tree_training, vertex
-from benchmarks.common import Results, parse_case, relative_error
+from benchmarks.common import Results, parse_case, read_rows, relative_error
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_training_steps_learn_and_are_the_loops(trees):
         step = tree_training.Training(name, trees, 8, 20, "cpu")
         step.check(name)
         step.RATE = 0.5
-        losses = [float(step.weft()) for _ in range(40)]
+        losses = [float(step.weft(step.collate())) for _ in range(40)]
         assert losses[-1] < 0.9 * losses[0]
     assert 0 < tree_training.host_of_cell(step, rounds=1) < 1e4
     graphs, words, _ = step.batch()
@@ -143,11 +143,42 @@ def test_six_nets(name, trees, sentences):
     """Each is compiled, and the Trainer's losses are the loop's."""
     training = nets.Training(name, nets.data_of(name, trees, sentences), 3, "cpu", H=64)
     assert training.runs_as("batched") == "batched" and training.runs_as("trainer") == "batched"
+    nets.compile_all(name, training.data, "cpu")  # where there is nothing to compile, steps alone
     want = training.losses(training.by("reference"))
     for step in (training.by("batched"), training.by("auto"), training.trainer(), training.trainer()):
         assert relative_error(training.losses(step), want) < 1e-4
     assert len({float(x) for x in want}) > 1
-    assert all(g.shape == p.shape for g, p in zip(training.gradients_by("batched")(), training.parameters, strict=True))
+    gradients = training.gradients_by("batched")()
+    assert all(g.shape == p.shape for g, p in zip(gradients, training.parameters, strict=True))
+
+
+def test_means_of_what_was_measured_so_far(tmp_path, trees, sentences, monkeypatch, capsys):
+    """A run that is cut off leaves them, too."""
+    results, done = Results(tmp_path / "vertex.csv"), []
+
+    def once(candidates, device, **_):
+        for candidate in candidates.values():
+            candidate.run(candidate.prepare())
+        done.append({*candidates})
+        if len(done) == 5:
+            raise KeyboardInterrupt
+        return {name: 1.0 if name in ("trainer", "auto") else 2.0 + name.startswith("loop") for name in candidates}
+
+    monkeypatch.setattr(persistent, "measure", once)
+    monkeypatch.setattr(persistent, "BATCHES", (1, 2, 3))
+    monkeypatch.setattr(nets, "hidden_of", lambda name: 8)
+    monkeypatch.setattr(nets.Training, "runs_as", lambda self, executor: executor)
+    entry = persistent.means_entry(lambda name: nets.data_of(name, trees, sentences), ("treelstm", "bilstm"), "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        entry.run(results)
+    assert all(names == {"persistent", "batched", "auto", "trainer", "loop"} for names in done)
+    rows = {row["case"]: row["ratio"] for row in read_rows(tmp_path / "vertex.csv")}
+    case = "model=nets device=cpu dtype=fp32 executor={} cases=4"
+    assert rows == {case.format(e): r for e, r in (("persistent", "1.000"), ("trainer", "3.000"), ("auto", "2.000"))}
+    assert "bilstm B=" in capsys.readouterr().out
+    assert [row["case"] for row in entry.run(results)] == [
+        case.format(e).replace("=4", "=6") for e in ("auto", "persistent", "trainer")
+    ]
 
 
 def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypatch):

@@ -235,12 +235,12 @@ def test_a_refused_launch_is_tried_with_fewer_groups(device, monkeypatch):
     graphs, cell = trees(512), models.TreeLSTM(256, 256)
     x = rows(graphs, 256)
     call = prepare(cell, graphs, x, "batched").ready._replace(device=device)
-    operands = persistent.operands(call.compiled, call, None)
+    operands = persistent.operands(call.compiled, call, None, "mse")
     room, refused, asked = {1: 1, 2: 2, 4: 4, 8: 8}, [0], []
     monkeypatch.setattr(persistent, "_resident_groups", lambda compiled, device, form, which: room[which.parts])
     monkeypatch.setattr(persistent._C, "refused_launches", lambda: refused[0])
 
-    def launch(turns, program, schedule, most_blocks, *_):
+    def launch(turns, schedule, most_blocks, *_):
         asked.append(most_blocks)
         if most_blocks == 132:
             return types.SimpleNamespace(numbers=torch.zeros(2))
@@ -248,11 +248,12 @@ def test_a_refused_launch_is_tried_with_fewer_groups(device, monkeypatch):
         refused[0] += 1
         return None
 
-    monkeypatch.setattr(persistent._C, "train", launch, raising=False)
-    request = persistent.Request(operands, None, None, "mse", None, torch.zeros(1), -100, [], torch.zeros(1), None)
+    steps = types.SimpleNamespace(launch=launch)
+    monkeypatch.setattr(persistent._C, "TrainingSteps", lambda *_: steps, raising=False)
+    request = persistent.Request(operands, None, torch.zeros(1), -100, [], [], torch.zeros(1), None)
     monkeypatch.setattr(persistent, "used", lambda *_: None)
     assert persistent.train(call, request) is not None
     assert asked[0] < 132 and asked[-1] == 132 and len(asked) == len(set(asked))
-    monkeypatch.setattr(persistent._C, "train", lambda *_: None, raising=False)
+    steps.launch = lambda *_: None
     room[1] = 0
     assert persistent.train(call, request) is None

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from weft._vertex.runtime import persistent, training
 from weft.vertex import Trainer, models
 
+from tests.common import relative_error
 from tests.vertex.cells import BINARY, rows
 from tests.vertex.training import (
     BOUND,
@@ -68,9 +69,10 @@ def emulated(monkeypatch):
         with torch.enable_grad():
             (y,) = call.run()
             y = y if request.roots is None else y[request.roots.roots]
-            y = y if request.weight is None else F.linear(y, request.weight, request.bias)
+            weight, bias = request.operands.weight, request.operands.bias
+            y = y if weight is None else F.linear(y, weight, bias)
             targets = request.targets
-            if request.loss == "cross_entropy":
+            if request.operands.loss == "cross_entropy":
                 wrong = (targets != request.ignore_index) & ((targets < 0) | (targets >= y.shape[1]))
                 request.refused[0] = max(request.refused[0], wrong.any())
                 loss = F.cross_entropy(
@@ -83,8 +85,8 @@ def emulated(monkeypatch):
         numbers.copy_(torch.stack((loss.detach(), request.refused[0])))
         if request.refused[0]:
             return
-        for (p, kind, first, second, numbers_of), g in zip(request.updates, found, strict=True):
-            p = p.data
+        for (p, kind, first, second, which), g in zip(request.updates, found, strict=True):
+            p, numbers_of = p.data, request.numbers[which]
             assert all(type(x) is float for x in numbers_of)
             if kind == "sgd":
                 lr, momentum, dampening, decay, nesterov = numbers_of
@@ -197,6 +199,142 @@ def test_schedulers_know_of_the_kernels_steps(emulated, recwarn):
         trainer.step(*batch)
         scheduler.step()
     assert not recwarn.list and optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def set_group(**values):
+    return lambda optimizer, head: optimizer.param_groups[0].update(values)
+
+
+def set_counter(optimizer, head):
+    """Of one parameter alone."""
+    [*optimizer.state.values()][1]["step"].fill_(40)
+
+
+def set_moment(optimizer, head):
+    state = next(iter(optimizer.state.values()))
+    key = "exp_avg" if "exp_avg" in state else "momentum_buffer"
+    state[key] = torch.ones_like(state[key])
+
+
+def load(optimizer, head):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def leave_out(optimizer, head):
+    optimizer.param_groups[0]["params"].pop(1)
+
+
+def swap(optimizer, head):
+    params = optimizer.param_groups[0]["params"]
+    params[0], params[1] = params[1], params[0]
+
+
+def split_groups(optimizer, head):
+    group, *others = optimizer.param_groups
+    optimizer.param_groups = [
+        {**group, "params": group["params"][:2]},
+        {**group, "params": group["params"][2:], "lr": 0.2},
+        *others,
+    ]
+
+
+def freeze(optimizer, head):
+    head.weight.requires_grad_(False)
+
+
+def replace_data(optimizer, head):
+    head.weight.data = head.weight.detach() + 1
+
+
+CHANGES = {
+    "lr": set_group(lr=0.03),
+    "momentum": set_group(momentum=0.5),
+    "decay": set_group(weight_decay=0.1),
+    "maximize": set_group(maximize=True),
+    "counter": set_counter,
+    "moment": set_moment,
+    "load": load,
+    "leave out": leave_out,
+    "swap": swap,
+    "split": split_groups,
+    "freeze": freeze,
+    "data": replace_data,
+}
+
+
+OF_ADAM, OF_MOMENTUM, OF_SGD = {"counter", "moment"}, {"moment", "momentum"}, {"momentum"}
+POSSIBLE = {name: [c for c in CHANGES if c not in {*OF_ADAM, *OF_MOMENTUM} - of] for name, of in
+            {"sgd": OF_SGD, "dampened": OF_MOMENTUM, "adam": OF_ADAM, "fused": OF_ADAM}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, c) for name, changes in POSSIBLE.items() for c in changes])
+def test_what_changes_between_steps_counts_in_the_next(name, change, emulated):
+    cell, head = models.TreeLSTM(X, H), nn.Linear(H, C)
+    twin, twin_head = copy.deepcopy(cell), copy.deepcopy(head)
+    optimizer, other = (
+        OPTIMIZERS[name]([*c.parameters(), *h.parameters()]) for c, h in ((cell, head), (twin, twin_head))
+    )
+    trainer = Trainer(cell, optimizer, head=head)
+    for step, batch in enumerate(batches(tree_lstm, 7)):
+        if step in (3, 5):
+            trainer.sync()  # as for torch's own optimizer, whose step is over when it returns
+            CHANGES[change](optimizer, head)
+            CHANGES[change](other, twin_head)
+        trainer.step(*batch)
+        want = loop_step(twin, other, *batch, head=twin_head)
+        assert math.isclose(trainer.sync(), want, rel_tol=1e-4)
+        for p, q in zip(
+            [*cell.parameters(), *head.parameters()], [*twin.parameters(), *twin_head.parameters()], strict=True
+        ):
+            assert relative_error(p, q) <= BOUND, step
+    if change != "leave out":  # of whose states torch makes no state dict
+        check_states(optimizer, other, 10 * BOUND)
+
+
+def test_a_learning_rate_in_a_tensor_is_read_at_each_step(emulated):
+    cell = models.TreeLSTM(X, C)
+    twin = copy.deepcopy(cell)
+    optimizer, other = (torch.optim.SGD(c.parameters(), torch.tensor(0.1), foreach=False) for c in (cell, twin))
+    trainer = Trainer(cell, optimizer)
+    for batch in batches(tree_lstm, 6):
+        assert weft.explain(trainer, *batch[:2]).one_kernel
+        trainer.step(*batch)
+        loop_step(twin, other, *batch)
+        trainer.sync()
+        for o in (optimizer, other):
+            o.param_groups[0]["lr"].mul_(0.5)
+    assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["parameter", "head", "step", "accumulated"])
+def test_hooks_that_come_between_steps_run(where, emulated):
+    cell, head, seen = models.TreeLSTM(X, H), nn.Linear(H, C), []
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1)
+    trainer = Trainer(cell, optimizer, head=head)
+    for step, batch in enumerate(batches(tree_lstm, 4)):
+        if step == 2:
+            trainer.sync()
+            if where == "parameter":
+                cell.U.weight.register_hook(lambda grad: seen.append(grad))
+            elif where == "accumulated":
+                cell.U.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+            elif where == "head":
+                head.register_forward_hook(lambda *_: seen.append(0))
+            else:
+                optimizer.register_step_post_hook(lambda *_: seen.append(0))
+        trainer.step(*batch)
+    assert len(seen) == 2
+
+
+def test_other_targets_are_refused_as_at_the_first_step(emulated):
+    cell = models.TreeLSTM(X, C)
+    trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1))
+    for graphs, x, targets in batches(tree_lstm, 3):
+        for wrong, error in ((targets[1:], ValueError), (targets.int(), TypeError), ([0], TypeError)):
+            with pytest.raises(error, match="targets"):
+                trainer.step(graphs, x, wrong)
+        trainer.step(graphs, x, targets)
+    assert math.isfinite(trainer.sync())
 
 
 class Unread(weft.VertexFunction):

@@ -134,14 +134,14 @@ class Steps:
             matrices[i] = MatrixArgument(m.data_ptr(), *m.stride())
         heads = [] if self.head is None else [self.head.weight, self.head.bias]
         order = [*(self.matrices or [None]), *self.vectors, *(heads or [None, None])]
-        changes, begun = training.Updates(self.optimizer).begin({id(p) for p in order})
+        changes, numbers_of, begun = training.Updates(self.optimizer).begin({id(p) for p in order})
         updates = (UpdateArgument * len(order))()
         for u in changes:
             # What is not asked for is nobody's.
             pointers = [None if t is None else t.data_ptr() for t in (u.parameter, u.first, u.second)]
             held.append(missing(u.parameter.numel()))
             number = next(i for i, p in enumerate(order) if p is u.parameter)
-            numbers = (ctypes.c_float * 8)(*u.numbers)
+            numbers = (ctypes.c_float * 8)(*numbers_of[u.numbers])
             updates[number] = UpdateArgument(*pointers, held[-1].data_ptr(), numbers, 1 if u.kind == "sgd" else 2)
         roots = graphs.roots if at == "roots" else None
         rows = n if roots is None else len(roots)
@@ -357,7 +357,7 @@ def test_a_loaded_state_is_what_the_next_step_updates(make):
         for x in entry.values():
             x.add_(4)
     optimizer.load_state_dict(saved)
-    (update,), _ = updates.begin(reached)
+    (update,), _, _ = updates.begin(reached)
     state = optimizer.state[parameters[0]]
     assert update.first is state["exp_avg" if "exp_avg" in state else "momentum_buffer"]
     if "step" in state:

@@ -50,15 +50,24 @@ bool same_name(PyObject* a, PyObject* b) {
 // its owner in Python does.
 class Snapshot {
  public:
-  // Modules; dictionaries; objects that are empty; tensors.
+  // Modules; dictionaries; objects that are empty; tensors; lists; tensors without hooks.
   Snapshot(const std::vector<py::object>& modules, const std::vector<py::dict>& tables,
-           const std::vector<py::object>& empty, const std::vector<py::object>& tensors) {
+           const std::vector<py::object>& empty, const std::vector<py::object>& tensors,
+           const std::vector<py::list>& lists, const std::vector<py::object>& unhooked) {
     for (const py::object& m : modules) modules_.push_back({m.ptr(), Py_TYPE(m.ptr()), attributes(m.ptr())});
     for (const py::dict& t : tables) {
       auto& [dict, entries] = tables_.emplace_back(t.ptr(), Entries());
       for (const auto& [key, value] : t) entries.emplace_back(key.ptr(), value.ptr());
     }
     for (const py::object& e : empty) empty_.push_back(e.ptr());
+    for (const py::list& l : lists) {
+      auto& [list, items] = lists_.emplace_back(l.ptr(), std::vector<PyObject*>());
+      for (const auto& item : l) items.push_back(item.ptr());
+    }
+    for (const py::object& t : unhooked) {
+      THPVariable_Unpack(t.ptr());  // which it is
+      unhooked_.push_back(t.ptr());
+    }
     for (const py::object& t : tensors) {
       tensors_.push_back({t.ptr(), Py_TYPE(t.ptr()), Facts(THPVariable_Unpack(t.ptr()), /*rows=*/false)});
     }
@@ -70,9 +79,16 @@ class Snapshot {
       return Py_TYPE(m.object) == m.type && attributes(m.object) == m.attributes;
     };
     const auto same = [](const auto& t) { return unchanged(t.first, t.second); };
+    const auto same_items = [](const auto& l) {
+      const auto size = static_cast<Py_ssize_t>(l.second.size());
+      return PyList_GET_SIZE(l.first) == size &&
+             std::equal(l.second.begin(), l.second.end(), PySequence_Fast_ITEMS(l.first));
+    };
     return modules_.front().object == module.ptr() && std::all_of(modules_.begin(), modules_.end(), same_module) &&
            std::all_of(tables_.begin(), tables_.end(), same) &&
            std::all_of(empty_.begin(), empty_.end(), [](PyObject* e) { return py::len(e) == 0; }) &&
+           std::all_of(lists_.begin(), lists_.end(), same_items) &&
+           std::none_of(unhooked_.begin(), unhooked_.end(), has_hooks) &&
            std::all_of(tensors_.begin(), tensors_.end(), [](const Tensor& t) {
              return Py_TYPE(t.object) == t.type && t.facts.hold(THPVariable_Unpack(t.object));
            });
@@ -98,6 +114,13 @@ class Snapshot {
     return dict.ptr();
   }
 
+  // Whether something else happens where the tensor gets a gradient.
+  static bool has_hooks(PyObject* tensor) {
+    const auto* const t = reinterpret_cast<THPVariable*>(tensor);
+    const auto any = [](PyObject* hooks) { return hooks != nullptr && PyObject_IsTrue(hooks) != 0; };
+    return any(t->backward_hooks) || any(t->post_accumulate_grad_hooks);
+  }
+
   static bool unchanged(PyObject* dict, const Entries& entries) {
     if (PyDict_Size(dict) != static_cast<Py_ssize_t>(entries.size())) return false;
     Py_ssize_t next = 0;
@@ -110,7 +133,8 @@ class Snapshot {
 
   std::vector<Module> modules_;
   std::vector<std::pair<PyObject*, Entries>> tables_;
-  std::vector<PyObject*> empty_;
+  std::vector<PyObject*> empty_, unhooked_;
+  std::vector<std::pair<PyObject*, std::vector<PyObject*>>> lists_;
   std::vector<Tensor> tensors_;
 };
 
@@ -178,8 +202,9 @@ int64_t modes(at::Device device) {
 void bind_call_cache(py::module_& vertex) {
   py::class_<Snapshot>(vertex, "Snapshot", "Modules as they are, by identity; who makes it keeps them alive.")
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&, const std::vector<py::object>&,
-                    const std::vector<py::object>&>(),
-           py::arg("modules"), py::arg("tables"), py::arg("empty"), py::arg("tensors"))
+                    const std::vector<py::object>&, const std::vector<py::list>&, const std::vector<py::object>&>(),
+           py::arg("modules"), py::arg("tables"), py::arg("empty"), py::arg("tensors"),
+           py::arg("lists") = std::vector<py::list>(), py::arg("unhooked") = std::vector<py::object>())
       .def("holds", &Snapshot::holds);
   py::class_<Inputs>(vertex, "Inputs", "What is pulled, but for its values and the number of its rows.")
       .def(py::init<const py::dict&>())

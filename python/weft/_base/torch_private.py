@@ -49,6 +49,7 @@ __all__ = [
     "onnx_exporting",
     "outside_transforms",
     "parse_to",
+    "step_hooks",
     "tracing_context",
     "tree_leaves",
     "uncached_parametrizations",
@@ -167,10 +168,15 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def step_hooks(optimizer: Optimizer) -> tuple[dict, ...]:
+    """What else happens in the optimizer's step, before or after it: dictionaries that torch changes in place."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether something else happens in the optimizer's step, before or after it."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any(map(bool, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)))
+    return any(map(bool, step_hooks(optimizer)))
 
 
 def in_forward_mode() -> bool:

@@ -24,7 +24,7 @@ from .options import current
 from .program import Program, Programs
 from .runtime import batched, persistent, reference
 from .runtime.call_cache import CallCache, Ready, RecentCall, Snapshot, modes
-from .runtime.schedule import Kind, Schedule, check, fits, planned, send_alone, used
+from .runtime.schedule import Kind, Planner, Schedule, check, planned, send_alone, used
 from .trace.trace import Trace, trace
 from .vertex import Spec, VertexType
 
@@ -131,10 +131,8 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
             return _nothing(called, [*rows.values(), *state.tensors])
         return reference.run(called, _levels(graphs, kinds, kind_of, device), rows)
 
-    def schedule(graphs: Graphs, groups: int = 1) -> Schedule:
-        return planned(graphs, kinds, kind_of, groups)
-
-    plan = functools.partial(schedule, graphs)
+    planner = Planner(kinds, kind_of)
+    plan = functools.partial(planner.plan, graphs)
     by_reference = Ready(device, outputs, rows, state.by_name, None, graphs, plan, run)
     if executor == "reference":
         return Call(called, "reference", executor, "asked for", by_reference)
@@ -169,7 +167,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
         return Call(called, chosen, executor, reason, by_reference)
 
     def used_schedule(graphs: Graphs) -> Schedule:
-        plan = functools.partial(schedule, graphs)
+        plan = functools.partial(planner.plan, graphs)
         if chosen == "persistent":
             return persistent.scripted(compiled, graphs, plan, device, parts)
         plain = plan()
@@ -182,11 +180,13 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
 
     def compiled_ready(graphs: Graphs, rows: Mapping[str, Tensor]) -> Ready:
-        run, plain = functools.partial(run_batched, graphs, rows), functools.partial(schedule, graphs)
+        run, plain = functools.partial(run_batched, graphs, rows), functools.partial(planner.plan, graphs)
         script = None
         if chosen == "persistent":
             script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
         return Ready(device, outputs, rows, tensors, compiled, graphs, plain, run, script)
+
+    fitting = planner if kind_of is types else Planner(kinds, types)
 
     def recent(program: Program | Programs) -> RecentCall | None:
         if before is None or in_transform():
@@ -199,7 +199,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
                 wanted = fastest(graphs)
                 if wanted != chosen and not (wanted == "persistent" and why is not None):
                     return False
-            return fits(graphs, kinds, types)
+            return fitting.fits(graphs)
 
         # A persistent kernel that cannot run runs batched.
         executors = (

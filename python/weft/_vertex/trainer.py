@@ -20,7 +20,7 @@ from .explain import Explanation, explanation
 from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
 from .runtime import persistent, training
-from .runtime.call_cache import HOOKS, Ready
+from .runtime.call_cache import HOOKS, Ready, Snapshot
 from .runtime.resident import captures
 
 __all__ = ["Trainer", "TrainerExplanation", "explain_trainer"]
@@ -159,15 +159,40 @@ class Trainer:
             with torch.enable_grad():
                 return self._step(graphs, inputs, targets)
         call = ready(self.cell, graphs, inputs, self.executor)
-        parts = self._parts_of(call)
-        self._check(call, graphs, targets, parts)
+        again = self._repeats(call, graphs, targets)
+        if again:
+            parts = self._parts
+        else:
+            parts = self._parts_of(call)
+            self._check(call, graphs, targets, parts)
         if call.device.type == "cuda" and captures(call.device):
             raise RuntimeError("Trainer: a step waits for the one before it, which cannot be captured in a CUDA graph")
         if self._pending is not None and self._pending.loss.there():
             self._settle()  # what is known to be refused need not be launched again
-        if self._obstacle(call, parts) is not None or not self._train(call, graphs, targets, parts):
+        if again:
+            one_kernel = self.executor != "auto" or persistent.trains_faster(parts.operands.compiled, call)
+        else:
+            one_kernel = self._obstacle(call, parts) is None
+        if not (one_kernel and self._train(call, graphs, targets, parts)):
             self._loop(call, graphs, targets, parts)
         return self._latest
+
+    def _repeats(self, call: Ready, graphs: Graphs, targets: object) -> bool:
+        """Whether the step differs from the one before, which was one kernel, in nothing but graphs, values and sizes:
+        nothing else is to be checked then."""
+        parts = self._parts
+        if parts is None or not parts.repeats or not isinstance(targets, Tensor):
+            return False
+        rows = graphs._core.num_graphs if self.at == "roots" else graphs._core.num_vertices
+        return (
+            call.tensors is parts.tensors
+            and call.compiled is parts.compiled  # which is another where an input requires grad, or under autocast
+            and (self.loss, self.executor, self.at) == parts.asked
+            and (targets.dtype, targets.device) == parts.of_targets
+            and targets.shape == (rows, *parts.of_target)
+            and (self.head is None if parts.head is None else parts.head.holds(self.head))
+            and self._updates.same()
+        )
 
     # What is refused.
 
@@ -192,10 +217,12 @@ class Trainer:
         """What takes part in a step; looked at once as long as the tensors stay the same."""
         trained, heads = self._trained(), self._head_parameters()
         found, key = self._parts, [id(x) for x in (call.tensors, call.compiled, *trained, *heads)]
-        if found is None or found.key != key or found.asked != (self.loss, self.executor):
+        asked = self.loss, self.executor, self.at
+        if found is None or found.key != key or found.asked != asked:
             self._check_trained(trained, self.cell.parameters())
-            self._parts = found = _Parts(key, (self.loss, self.executor), call.tensors, call.compiled, trained, heads)
+            self._parts = found = _Parts(key, asked, call.tensors, call.compiled, trained, heads)
             found.obstacle = self._lasting_obstacle(call, found)
+        found.repeats = False
         return found
 
     def _check_call(self, call: Ready, graphs: Graphs) -> None:
@@ -395,26 +422,8 @@ class Trainer:
         compiled, why = whole(call)
         why = why or persistent.training_obstacle(compiled, call, self.head, self.loss)
         if why is None:
-            parts.operands = persistent.operands(compiled, call, self.head)
+            parts.operands = persistent.operands(compiled, call, self.head, self.loss)
         return why
-
-    def _request(
-        self, graphs: Graphs, targets: Tensor, changes: list[training.Update], parts: _Parts
-    ) -> training.Request:
-        weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
-        roots, refused = graphs if self.at == "roots" else None, self._flag(targets.device)
-        return training.Request(
-            parts.operands,
-            weight,
-            bias,
-            self.loss,
-            roots,
-            targets,
-            self.ignore_index,
-            changes,
-            refused,
-            self._turns,
-        )
 
     def _flag(self, device: torch.device) -> Tensor:
         if self._refused is None or self._refused.device != device:
@@ -423,27 +432,45 @@ class Trainer:
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
         """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
-        changes, begun = self._updates.begin(parts.operands.reached)
+        updates, numbers, begun = self._updates.begin(parts.operands.reached)
+        refused = self._flag(targets.device)
+        request = training.Request(
+            parts.operands,
+            graphs if self.at == "roots" else None,
+            targets,
+            self.ignore_index,
+            updates,
+            numbers,
+            refused,
+            self._turns,
+        )
         try:
-            launched = persistent.train(call, self._request(graphs, targets, changes, parts))
+            launched = persistent.train(call, request)
         except BaseException:
             self._updates.undo(begun)
             raise
         if launched is None:
             self._updates.undo(begun)
-            parts.obstacle = "the blocks of a persistent kernel are not all resident"
+            parts.obstacle, parts.repeats = "the blocks of a persistent kernel are not all resident", False
             return False
-        self._updates.finish(changes, self._refused)
+        self._updates.finish(refused)
         self.optimizer._opt_called = True  # for the schedulers, which warn where they come first
-        classes = call.outputs[0].shape[-1] if self.head is None else self.head.out_features
         undo = functools.partial(self._updates.undo, begun)
         if self._pending is not None and self._pending.was_refused():  # and so is this step, the later one undone first
             launched.event.synchronize()
             undo()
         self._settle()
         both = _Sent.under_way(launched.numbers, launched.event)
-        self._pending = _Pending(both, both, classes, undo)
+        self._pending = _Pending(both, both, parts.operands.form[-1], undo)
+        if not parts.repeats:
+            self._take(targets, parts)
         return True
+
+    def _take(self, targets: Tensor, parts: _Parts) -> None:
+        """What the next step is compared with."""
+        parts.of_targets, parts.of_target = (targets.dtype, targets.device), targets.shape[1:]
+        parts.head = None if self.head is None else Snapshot.of(self.head)
+        parts.repeats = self.head is None or parts.head is not None
 
     def _explain(self, graphs: Graphs, inputs: object) -> TrainerExplanation:
         with torch.enable_grad():
@@ -476,8 +503,8 @@ class _Parts:
 
     key: list[int]
     """Identities of what follows, which is held so that nothing else can have them."""
-    asked: tuple[str, str]
-    """Loss and executor."""
+    asked: tuple[str, str, str]
+    """Loss, executor, place."""
     tensors: Mapping[str, Tensor]
     compiled: object
     trained: list[nn.Parameter]
@@ -486,6 +513,12 @@ class _Parts:
     """Why a step with these is not one kernel."""
     operands: training.Operands | None = None
     """Where it is."""
+    repeats: bool = False
+    """Whether the step before was one kernel, and what follows is its: the head as it was, None without one, and what
+    its targets were, and one of them."""
+    head: Snapshot | None = None
+    of_targets: tuple[torch.dtype, torch.device] | None = None
+    of_target: torch.Size | None = None
 
 
 class _Sent:

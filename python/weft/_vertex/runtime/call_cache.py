@@ -126,7 +126,7 @@ class RecentCall:
     ):
         self._snapshot, self._inputs = snapshot, _C.Inputs(dict(inputs))
         self._executors, self._device, self._fits = executors, device, fits
-        self._modes, self._options = modes(device), current()[:2]
+        self._modes, self._options = modes(device), current()
         self.ready, self.program = ready, program
 
     def rows(self, module: nn.Module, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
@@ -137,14 +137,12 @@ class RecentCall:
             or in_transform()
             or in_forward_mode()
             or modes(self._device) != self._modes
-            or current()[:2] != self._options
+            or (current() is not self._options and current()[:2] != self._options[:2])
         ):
             return None
         rows = dict(inputs) if type(inputs) is dict else {} if inputs is None else {"input": inputs}
-        count = graphs.num_vertices
-        if count == 0:
-            return None
-        if graphs.device.type != "cpu" and graphs.device != self._device:
+        count, where = graphs._core.num_vertices, graphs._device
+        if count == 0 or (where is not self._device and where.type != "cpu" and where != self._device):
             return None
         same = self._inputs.hold(rows, count) and self._snapshot.holds(module) and self._fits(graphs, executor)
         return rows if same else None

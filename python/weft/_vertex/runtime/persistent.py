@@ -24,11 +24,12 @@ from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
 from .schedule import Schedule, Scripted, used
-from .training import Launched, Operands, Request
+from .training import Launched, Operands, Request, Update
 
 __all__ = [
     "Script",
     "Shape",
+    "compile_all",
     "expectation",
     "geometries",
     "is_faster",
@@ -69,8 +70,7 @@ class _ByIdentity:
 _training_obstacles, _row_costs, _geometries, _senders = (_ByIdentity() for _ in range(4))
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(NamedTuple):
     """What drove a call."""
 
     program: torch.ScriptObject
@@ -336,7 +336,9 @@ def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, fo
     while True:
         known = _known(compiled, device, form)
         parts = None if form else tuned.parts(compiled.functions, bool(compiled.plan.backward), graphs)
-        chosen = next((g for g in known.geometries if g.parts == parts), None)
+        chosen = None
+        if parts is not None:
+            chosen = next((g for g in known.geometries if g.parts == parts), None)
         if chosen is None:
             chosen = known.geometries[known.expected.geometry(graphs._core)]
         refused = _C.refused_launches()
@@ -383,6 +385,11 @@ def _compile(compiled: batched.Batched, device: torch.device, form: tuple | None
     passes, given = ((TRAINING,), form) if form else ((FORWARD, BACKWARD), (len(compiled.plan.given.matrices),))
     with torch.cuda.device(device):
         _C.compile_persistent(compiled.program, [(p, g.most_blocks) for g in which for p in passes], *given)
+
+
+def compile_all(compiled: batched.Batched, device: torch.device) -> None:
+    """The kernels of both passes for every grouping of the blocks that fits, which calls compile at first need."""
+    _compile(compiled, device, None, geometries(compiled, device))
 
 
 def scripted(
@@ -470,18 +477,16 @@ def training_obstacle(compiled: batched.Batched, call: Ready, head: nn.Linear | 
     """
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
-    classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
-    key = call.device, call.trains, loss == "cross_entropy", head is not None, classes
+    form = _form(compiled, call, loss, head)
+    key = call.device, call.trains, form
     known = _training_obstacles.get(compiled.program)
     if known is None or known[0] != key:
-        known = key, _training_obstacle(compiled, call, *key[2:])
+        known = key, _training_obstacle(compiled, call, form)
         _training_obstacles[compiled.program] = known
     return known[1]
 
 
-def _training_obstacle(
-    compiled: batched.Batched, call: Ready, cross_entropy: bool, head: bool, classes: int
-) -> str | None:
+def _training_obstacle(compiled: batched.Batched, call: Ready, form: tuple) -> str | None:
     given = compiled.plan.given
     for f, part, before in zip(compiled.functions, compiled.plan.parts, compiled.before, strict=True):
         program = f.trace.program
@@ -507,7 +512,6 @@ def _training_obstacle(
         return "a parameter is both a matrix and a vector"
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
-    form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
     why = _C.training_obstacle(compiled.program, most, limit, *form)
     if why:
         return why
@@ -518,7 +522,7 @@ def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
 
 
-def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None) -> Operands:
+def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None, loss: str) -> Operands:
     """What a training step takes of a call and its head."""
     given, (_, of_matrices, of_vectors) = compiled.plan.given, compiled.program.gradients()
     inputs = []
@@ -534,7 +538,18 @@ def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None) -> 
     numbers = {id(t): i for i, t in enumerate((*(matrices or [None]), *vectors, *heads)) if t is not None}
     found = (*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors), *heads)
     reached = frozenset(id(t) for t in found if t is not None)
-    return Operands(compiled, inputs, matrices, vectors, numbers, reached)
+    form = _form(compiled, call, loss, head)
+    return Operands(compiled, inputs, matrices, vectors, numbers, *heads, loss, form, reached)
+
+
+def _form(
+    compiled: batched.Batched, call: Ready, loss: str, head: nn.Linear | None
+) -> tuple[int, int, bool, bool, int]:
+    """What a kernel of a step is made for: how many matrices and vectors, whether by cross-entropy and with a head,
+    classes."""
+    given = compiled.plan.given
+    classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
+    return len(given.matrices), len(given.vectors), loss == "cross_entropy", head is not None, classes
 
 
 def _plan(
@@ -554,33 +569,46 @@ def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. Where the blocks are no longer
     all resident, as where processes share a device, in other groups; None where those are not either: then nothing was
     done."""
-    compiled, names, matrices, vectors, numbers, _ = request.operands
-    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
-    form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
-    given = [None if name is None else call.rows[name].detach() for name in names]
-    if None in names:
+    operands, device = request.operands, call.device
+    compiled, form = operands.compiled, operands.form
+    if None in operands.inputs:
         with torch.no_grad():
             given = batched.made_before(compiled, call.graphs.num_vertices, call.rows)
+    else:
+        given = [call.rows[name] for name in operands.inputs]
     inputs = []
     for x in given:
         x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
         inputs.append(x if x.dim() == 2 else x.reshape(len(x), -1))
-    updates = [
-        (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
-        for u in request.updates
-    ]
+    steps = _steps(operands, request.updates)
     roots = None if request.roots is None else request.roots._core
     while True:
-        chosen = geometry(compiled, call.graphs, call.device, form)
+        chosen = geometry(compiled, call.graphs, device, form)
         schedule = call.schedule(chosen.groups)
-        launched = _C.train(
-            request.turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors,
-            request.weight, request.bias, request.loss == "cross_entropy", classes, roots, request.targets,
-            request.ignore_index, updates, request.refused,
+        launched = steps.launch(
+            request.turns, schedule.core, chosen.most_blocks, inputs, roots, request.targets, request.ignore_index,
+            request.numbers, request.refused,
         )  # fmt: skip
         if launched is not None:
-            used(schedule, _sender(_plan, compiled, call.device, form))
+            used(schedule, _sender(_plan, compiled, device, form))
             return Launched(launched.numbers, launched)
-        if not _fewer(compiled, call.device, form, chosen):
+        if not _fewer(compiled, device, form, chosen):
             _training_obstacles[compiled.program] = None
             return None
+
+
+def _steps(operands: Operands, updates: list[Update]) -> object:
+    """What launches steps with these updates, made once."""
+    made = operands.steps
+    if made is None or made[0] is not updates:
+        given = [
+            (operands.numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, u.numbers)
+            for u in updates
+        ]
+        _, _, cross_entropy, _, classes = operands.form
+        steps = _C.TrainingSteps(
+            operands.compiled.program, operands.matrices, operands.vectors, operands.weight, operands.bias,
+            cross_entropy, classes, given,
+        )  # fmt: skip
+        made = operands.steps = updates, steps
+    return made[1]

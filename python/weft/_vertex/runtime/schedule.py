@@ -17,7 +17,7 @@ from ..._C import vertex as _C
 from ..graphs import Graphs, on_move
 from .resident import Resident, captures, trainable
 
-__all__ = ["Kind", "Schedule", "Task", "check", "fits", "planned", "schedule", "send_alone", "used"]
+__all__ = ["Kind", "Planner", "Schedule", "Task", "check", "planned", "schedule", "send_alone", "used"]
 
 _NO_LIMIT = 2**62
 
@@ -53,13 +53,10 @@ class Schedule:
     def __init__(self, core: _C.Schedule, device: torch.device) -> None:
         self.core = core
         self.device = device
-        self.kinds: tuple[tuple[Kind, ...], Mapping[str, int] | None] = ((), None)
-        """What it was planned for."""
-        self.sizes = (core.num_vertices, core.num_inner, core.num_edges)
-        """Vertices, those with children, edges that are summed over."""
-        with trainable():
-            self._host = torch.frombuffer(core, dtype=torch.int32)
-        self._resident = Resident(device)
+        self.planner: Planner | None = None
+        """What planned it."""
+        self._host: Tensor | None = None
+        self._resident: Resident | None = None
         self._tasks: list[Task] | None = None
         self._scripted: tuple[object, tuple[int, bool], Scripted] | None = None
 
@@ -70,6 +67,11 @@ class Schedule:
             made = Scripted(self, program, most_blocks, training)
             known = self._scripted = program, (most_blocks, training), made
         return known[2]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Vertices, those with children, edges that are summed over."""
+        return self.core.num_vertices, self.core.num_inner, self.core.num_edges
 
     @property
     def tasks(self) -> list[Task]:
@@ -85,10 +87,20 @@ class Schedule:
         A copy on the device of the Graphs is kept, any other is made at each call.
         """
         if device is None or device.type == "cpu":
-            return self._host
+            return self._on_host()
         if device.type != "cuda":
-            return self._host.to(device)
-        return (self._resident if device == self.device else Resident(device)).tensor(self._pinned)
+            return self._on_host().to(device)
+        if device != self.device:
+            return Resident(device).tensor(self._pinned)
+        if self._resident is None:
+            self._resident = Resident(device)
+        return self._resident.tensor(self._pinned)
+
+    def _on_host(self) -> Tensor:
+        if self._host is None:
+            with trainable():
+                self._host = torch.frombuffer(self.core, dtype=torch.int32)
+        return self._host
 
     def _pinned(self) -> Tensor:
         return _C.pinned(self.core)
@@ -102,7 +114,7 @@ class Schedule:
         empty where no function sums.
         """
         first, size = self.core.layout()[name]
-        return (self._host if block is None else block)[first : first + size]
+        return (self._on_host() if block is None else block)[first : first + size]
 
     def vertices(self, device: torch.device) -> list[Tensor]:
         """The vertices of each of several functions, ascending, int64 on `device`."""
@@ -150,31 +162,44 @@ def send_alone(graphs: Graphs, plan: Callable[..., Schedule]) -> None:
     schedule.block(schedule.device)
 
 
+class Planner:
+    """Plans graphs for functions that gather as `kinds` say, which was checked, as :func:`schedule` does."""
+
+    def __init__(self, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
+        self.kinds, self.kind_of, self.key = kinds, kind_of, _key(kinds, kind_of)
+        self._limit = kinds[0].limit if kind_of is None else None
+
+    def fits(self, graphs: Graphs) -> bool:
+        """Whether there is a schedule: every type has a function, which gathers all slots in use."""
+        if self._limit is not None:
+            return graphs._core.num_slots <= self._limit
+        if self.key in graphs._plans:
+            return True
+        kinds, kind_of = self.kinds, self.kind_of
+        if graphs._names is None or not kind_of.keys() >= {*graphs._names}:
+            return False
+        return _C.first_beyond(graphs._core, [kinds[kind_of[name]].limit for name in graphs._names])[0] < 0
+
+    def plan(self, graphs: Graphs, groups: int = 1) -> Schedule:
+        """The schedule for at most so many groups that have graphs of their own; kept in `graphs`."""
+        key = self.key if groups == 1 else (*self.key, groups)
+        found = graphs._kept.get(key)
+        if found is None:
+            core = graphs._plans.get(key)
+            if core is None:
+                kind_of = self.kind_of
+                types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
+                core = graphs._plans[key] = _C.schedule(graphs._core, self.kinds, types, groups)
+            found = graphs._kept[key] = Schedule(core, graphs._device)
+            found.planner = self
+        return found
+
+
 def planned(
     graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None, groups: int = 1
 ) -> Schedule:
     """As :func:`schedule`, of what was checked, for at most so many groups that have graphs of their own."""
-    key = _key(kinds, kind_of) if groups == 1 else (*_key(kinds, kind_of), groups)
-    found = graphs._kept.get(key)
-    if found is None:
-        core = graphs._plans.get(key)
-        if core is None:
-            types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
-            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types, groups)
-        found = graphs._kept[key] = Schedule(core, graphs.device)
-        found.kinds = kinds, kind_of
-    return found
-
-
-def fits(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> bool:
-    """Whether there is a schedule: every type has a function, which gathers all slots in use."""
-    if _key(kinds, kind_of) in graphs._plans:
-        return True
-    if kind_of is None:
-        return graphs.num_slots <= kinds[0].limit
-    if graphs._names is None or not kind_of.keys() >= {*graphs._names}:
-        return False
-    return _C.first_beyond(graphs._core, [kinds[kind_of[name]].limit for name in graphs._names])[0] < 0
+    return Planner(kinds, kind_of).plan(graphs, groups)
 
 
 def _key(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> tuple:
@@ -182,21 +207,21 @@ def _key(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> tuple:
 
 
 _recent: dict[tuple, list] = {}
-"""What the functions last used gather, the latest last; with what sends a schedule, and how often graphs were prepared
-for it since its use."""
+"""What planned for the functions last used, the latest last; with what sends a schedule, and how often graphs were
+prepared for it since its use."""
 _MOST_RECENT, _UNUSED = 2, 32
 
 
 def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], None]) -> None:
     """Graphs that go to a device are going to be prepared for the functions of this schedule, by `send`, which gets
     what plans them for so many groups, too."""
-    key = _key(*schedule.kinds)
-    latest = _recent.get(key)
-    if latest is not None and latest[2] is send and [*_recent][-1:] == [key]:
-        latest[3] = 0
+    planner = schedule.planner
+    latest = _recent.get(planner.key)
+    if latest is not None and latest[1] is send and [*_recent][-1:] == [planner.key]:
+        latest[2] = 0
         return
-    _recent.pop(key, None)
-    _recent[key] = [*schedule.kinds, send, 0]
+    _recent.pop(planner.key, None)
+    _recent[planner.key] = [planner, send, 0]
     for oldest in [*_recent][:-_MOST_RECENT]:
         _recent.pop(oldest, None)
 
@@ -206,15 +231,17 @@ def _prepare(graphs: Graphs) -> None:
 
     Functions of the same process: what a worker of a DataLoader plans does not cross to it.
     """
-    if graphs.num_vertices == 0 or (graphs.device.type == "cuda" and captures(graphs.device)):
+    if not _recent or graphs._core.num_vertices == 0:
+        return
+    if graphs._device.type == "cuda" and captures(graphs._device):
         return
     for key, entry in [*_recent.items()]:
-        kinds, kind_of, send, unused = entry
-        entry[3] = unused + 1
+        planner, send, unused = entry
+        entry[2] = unused + 1
         if unused > _UNUSED:
             _recent.pop(key, None)
-        elif fits(graphs, kinds, kind_of):
-            send(graphs, functools.partial(planned, graphs, kinds, kind_of))
+        elif planner.fits(graphs):
+            send(graphs, functools.partial(planner.plan, graphs))
 
 
 on_move.append(_prepare)

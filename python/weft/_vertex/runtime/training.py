@@ -6,14 +6,15 @@ may follow each other, and state dicts of either load into the other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
+from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks, step_hooks
 from ..._C import vertex as _C
 from ..graphs import Graphs
 from .batched import Batched
@@ -38,11 +39,13 @@ class Update(NamedTuple):
     kind: str
     first: Tensor | None
     second: Tensor | None
-    numbers: tuple[float, ...]
+    numbers: int
+    """Which of the step's."""
 
 
-class Operands(NamedTuple):
-    """What a kernel of a step takes of a cell, the same as long as its tensors are."""
+@dataclass
+class Operands:
+    """What a kernel of a step takes of a cell and its head, the same as long as their tensors are."""
 
     compiled: Batched
     """What it runs."""
@@ -52,32 +55,39 @@ class Operands(NamedTuple):
     vectors: list[Tensor]
     numbers: dict[int, int]
     """Those of matrices, vectors, and the head's weight and bias among the kernel's updates, by identity."""
-    reached: frozenset[int]
-    """Identities of those that it finds gradients of."""
-
-
-class Request(NamedTuple):
-    """All of a step that is not the cell's call."""
-
-    operands: Operands
     weight: Tensor | None
     """(C, P) of the head, None without one."""
     bias: Tensor | None
     """(C,)"""
     loss: str
     """``cross_entropy`` or ``mse``, means as torch's."""
+    form: tuple
+    """What a kernel is made for: how many matrices and vectors, whether by cross-entropy and with a head, classes."""
+    reached: frozenset[int]
+    """Identities of those that it finds gradients of."""
+    steps: tuple[list[Update], object] | None = None
+    """What launches steps that make these updates."""
+
+
+class Request(NamedTuple):
+    """All of a step that is not the cell's call."""
+
+    operands: Operands
     roots: Graphs | None
     """In the order of whose roots `targets` are; None where they are of all vertices."""
     targets: Tensor
     """int64 (rows,), or float32 as y."""
     ignore_index: int
     updates: list[Update]
+    """The same list as long as it holds the same."""
+    numbers: list[tuple[float, ...]]
+    """Of this step, as the updates count them."""
     refused: Tensor
     """float32 (1,) on the device. A kernel reads it before it writes anything. Where it is not 0, or a class is neither
     in [0, C) nor `ignore_index`, nothing changes and it is 1 afterwards: the steps that were launched before the host
     knows do nothing either."""
     turns: object
-    """Pinned memory of the Trainer's latest steps on the device."""
+    """Memory of the Trainer's latest steps on the device."""
 
 
 class Launched(NamedTuple):
@@ -140,44 +150,94 @@ class _Known(NamedTuple):
     """What the snapshot knows by identity."""
     states: dict
     """The optimizer's: another after load_state_dict."""
-    groups: list[tuple[int, bool]]
-    """Of each group how many parameters it has, and whether it has momentum."""
+    groups: list[dict]
+    momenta: list[bool]
+    """Whether the groups have momentum."""
     reached: Collection[int]
-    members: list[list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]]
-    """Of each group the parameters that are updated, their moments, and their counter of steps if they have one."""
+    updates: list[Update]
+    sources: list[tuple[Mapping, int | None]]
+    """Of each of a step's numbers the group and, of Adam, which counter of steps is theirs."""
     counters: list[Tensor]
-    """Those of them that are on the CPU."""
+    """Those on the CPU, then those on a device."""
+    on_device: list[Tensor]
+    leaders: list[int]
+    """Of each counter which one's numbers are its."""
+    changed: list[Tensor]
+    """What a step writes to."""
 
     def holds(self, optimizer: Optimizer) -> bool:
-        same = optimizer.state is self.states and self.snapshot.holds(optimizer)
-        return same and self.groups == _groups(optimizer)
+        """But for hyperparameters."""
+        same = optimizer.state is self.states and optimizer.param_groups is self.groups
+        return same and self.snapshot.holds(optimizer)
 
     @staticmethod
-    def of(optimizer: Optimizer, reached: Collection[int], updates: Iterable[Update]) -> _Known:
-        states, groups, updated = optimizer.state, optimizer.param_groups, {id(u.parameter): u for u in updates}
-        members = []
-        for group in groups:
-            found = [(updated[id(p)], states.get(p, {})) for p in group["params"] if id(p) in updated]
-            members.append([(u.parameter, u.first, u.second, state.get("step")) for u, state in found])
-        counters = [m[3] for group in members for m in group if m[3] is not None and m[3].device.type == "cpu"]
+    def of(
+        optimizer: Optimizer,
+        reached: Collection[int],
+        updates: list[Update],
+        sources: list[tuple[Mapping, Tensor | None]],
+    ) -> _Known:
+        states = optimizer.state
+        counted = [(states[u.parameter]["step"], u.numbers) for u in updates if u.kind == "adam"]
+        counted.sort(key=lambda entry: entry[0].device.type != "cpu")
+        steps = [counter for counter, _ in counted]
+        number = {id(counter): i for i, counter in enumerate(steps)}
         tables = [t for t in (states, *states.values()) if t]
-        tensors = [p for group in groups for p in group["params"]]
+        tensors = _parameters(optimizer)
         tensors += [x for state in states.values() for x in state.values() if isinstance(x, Tensor)]
         empty = [t for t in (states, *states.values()) if not t]
-        held = optimizer, empty, tensors, [(t, [*t], [*t.values()]) for t in tables]
+        lists = [optimizer.param_groups, *(group["params"] for group in optimizer.param_groups)]
+        held = optimizer, empty, tensors, [(t, [*t], [*t.values()]) for t in tables], [(x, [*x]) for x in lists]
         return _Known(
-            _C.Snapshot([optimizer], tables, empty, tensors),
+            _C.Snapshot([optimizer], tables, empty, tensors, lists),
             held,
             states,
-            _groups(optimizer),
+            optimizer.param_groups,
+            _momenta(optimizer),
             reached,
-            members,
-            counters,
+            updates,
+            [(group, None if counter is None else number[id(counter)]) for group, counter in sources],
+            [t for t in steps if t.device.type == "cpu"],
+            [t for t in steps if t.device.type != "cpu"],
+            [number[id(sources[which][1])] for _, which in counted],
+            [x for u in updates for x in (u.parameter, u.first, u.second) if x is not None],
         )
 
 
-def _groups(optimizer: Optimizer) -> list[tuple[int, bool]]:
-    return [(len(group["params"]), group.get("momentum", 0) != 0) for group in optimizer.param_groups]
+class _Options(NamedTuple):
+    """Hyperparameters, and what else might happen in a step, as they were."""
+
+    snapshot: _C.Snapshot
+    held: list
+    """What the snapshot knows by identity."""
+    groups: list[dict]
+    step: object
+    """``optimizer.step`` where it is another than the class's."""
+    lasting: bool
+    """Whether none is a tensor, whose value may be another one each time."""
+
+    def hold(self, optimizer: Optimizer) -> bool:
+        same = optimizer.__dict__.get("step") is self.step and optimizer.param_groups is self.groups
+        return same and self.snapshot.holds(optimizer)
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> _Options:
+        groups, hooks = optimizer.param_groups, [*step_hooks(optimizer)]
+        values = [v for group in groups for v in (*group.values(), *group.get("betas", ()))]
+        parameters = _parameters(optimizer)
+        held = [optimizer, hooks, parameters, [*groups], [(group, [*group], [*group.values()]) for group in groups]]
+        lasting = not any(isinstance(v, Tensor) for v in values)
+        lists = [groups, *(group["params"] for group in groups)]
+        snapshot = _C.Snapshot([optimizer], groups, hooks, [], lists, parameters)
+        return _Options(snapshot, held, groups, optimizer.__dict__.get("step"), lasting)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _momenta(optimizer: Optimizer) -> list[bool]:
+    return [group.get("momentum", 0) != 0 for group in optimizer.param_groups]
 
 
 class Updates:
@@ -190,69 +250,75 @@ class Updates:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
         self._known: _Known | None = None
+        self._options: _Options | None = None
         self._holds = False
         """Whether it was seen to hold and nothing was done since."""
+        self._numbers: list[tuple[float, ...]] | None = None
+        """Of every step as long as the hyperparameters are the same."""
         # Counters that a device holds are read once, and again where somebody else has written to them.
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
 
-    def begin(self, reached: Collection[int]) -> tuple[list[Update], Begun]:
-        """The updates of those parameters that have gradients, by identity, and what :meth:`undo` takes.
+    def begin(self, reached: Collection[int]) -> tuple[list[Update], list[tuple[float, ...]], Begun]:
+        """The updates of those parameters that have gradients, by identity, their numbers, and what :meth:`undo` takes.
 
         Counters of steps on the host are one up then; those on the device are for :meth:`finish`.
         """
-        updates: list[Update] = []
-        begun = Begun([], [])
-        known, groups = self._known, self._optimizer.param_groups
+        known = self._known
         holds, self._holds = self._holds, False
-        if known is not None and known.reached is reached and (holds or known.holds(self._optimizer)):
-            # No state is new: a first step has made them all.
-            begun.counters.extend(known.counters)
-            counts = iter(_C.count_up(known.counters))
-            for group, members in zip(groups, known.members, strict=True):
-                numbers: dict[float, tuple[float, ...]] = {}
-                for p, first, second, counter in members:
-                    if counter is None:
-                        given = self._sgd_numbers(group, float(group["dampening"]), numbers)
-                        updates.append(Update(p, "sgd", first, None, given))
-                    else:
-                        count = next(counts) if counter.device.type == "cpu" else self._count(counter) + 1
-                        updates.append(Update(p, "adam", first, second, self._adam_numbers(group, count, numbers)))
-        else:
-            for group in groups:
-                make = self._sgd if "momentum" in group else self._adam
-                numbers = {}
-                for p in group["params"]:
-                    if id(p) in reached and p.requires_grad:
-                        updates.append(make(p, group, begun, numbers))
-            self._known = _Known.of(self._optimizer, reached, updates)
-            _C.count_up(begun.counters)
-        return updates, begun
+        if not holds:  # nor is it known whether the hyperparameters are the same
+            self._numbers = None
+        if known is None or known.reached is not reached or not (holds or self._known_holds()):
+            return self._begin_anew(reached)
+        # No state is new: a first step has made them all.
+        counts: list[float] = []
+        if known.leaders:
+            counts = [*_C.count_up(known.counters), *(self._count(c) + 1 for c in known.on_device)]
+            if any(counts[i] != counts[leader] for i, leader in enumerate(known.leaders)):  # somebody has set one
+                for counter in known.counters:
+                    counter.sub_(1)
+                return self._begin_anew(reached)
+        numbers = self._numbers
+        if numbers is None:
+            numbers = [self._numbers_of(group, None if i is None else counts[i]) for group, i in known.sources]
+            if holds and self._options.lasting and not counts:
+                self._numbers = numbers
+        return known.updates, numbers, Begun([], known.counters)
 
-    def finish(self, updates: Iterable[Update], refused: Tensor) -> None:
+    def finish(self, refused: Tensor) -> None:
         """After the launch: counters on the device are one up, unless `refused`, (1,) there, is 1. Versions grow."""
-        changed, counters = [], []
-        for update in updates:
-            changed += [x for x in (update.parameter, update.first, update.second) if x is not None]
-            if update.kind == "adam":
-                counter = self._optimizer.state[update.parameter]["step"]
-                if counter.device.type != "cpu":
-                    counters.append(counter)
-        torch.autograd.graph.increment_version(changed)
-        if counters:
-            foreach_add_(counters, 1)
-            foreach_sub_(counters, [refused.view(())] * len(counters))
-            for counter in counters:
+        known = self._known
+        torch.autograd.graph.increment_version(known.changed)
+        if known.on_device:
+            foreach_add_(known.on_device, 1)
+            foreach_sub_(known.on_device, [refused.view(())] * len(known.on_device))
+            for counter in known.on_device:
                 self._counts[id(counter)] = counter, counter._version, self._counts[id(counter)][2] + 1
 
     def obstacle(self) -> str | None:
         """Why it does not know what the optimizer does."""
-        found = _options_obstacle(self._optimizer)
-        if found is None:
-            self._holds = self._known is not None and self._known.holds(self._optimizer)
-            if not self._holds:
-                self._known = None
-                found = _state_obstacle(self._optimizer)
+        optimizer, found = self._optimizer, None
+        if self._options is not None and self._options.hold(optimizer):
+            self._holds = self._known is not None and self._known.holds(optimizer)
+        else:
+            self._options = self._numbers = None
+            found = _options_obstacle(optimizer)
+            if found is None:
+                self._options = _Options.of(optimizer)
+            self._holds = found is None and self._known_holds()
+        if found is None and not self._holds:
+            self._known = self._numbers = None
+            found = _state_obstacle(optimizer)
         return found
+
+    def _known_holds(self) -> bool:
+        known = self._known
+        return known is not None and known.holds(self._optimizer) and known.momenta == _momenta(self._optimizer)
+
+    def same(self) -> bool:
+        """Whether nothing is new since the latest step. Where it is :meth:`obstacle` says whether that matters."""
+        known, options, optimizer = self._known, self._options, self._optimizer
+        self._holds = known is not None and options is not None and options.hold(optimizer) and known.holds(optimizer)
+        return self._holds
 
     def undo(self, begun: Begun) -> None:
         """The host's part of a step that the device refused."""
@@ -265,6 +331,35 @@ class Updates:
             else:
                 self._optimizer.state[p] = before
 
+    def _begin_anew(self, reached: Collection[int]) -> tuple[list[Update], list[tuple[float, ...]], Begun]:
+        """With states for those that have none."""
+        updates: list[Update] = []
+        sources: list[tuple[Mapping, Tensor | None]] = []
+        numbers: list[tuple[float, ...]] = []
+        begun, self._numbers = Begun([], []), None
+        for group in self._optimizer.param_groups:
+            make = self._sgd if "momentum" in group else self._adam
+            places: dict[float, int] = {}  # parameters of a group that were updated as often share numbers
+            for p in group["params"]:
+                if id(p) not in reached or not p.requires_grad:
+                    continue
+                kind, first, second, counter, which = make(p, group, begun)
+                place = places.get(which)
+                if place is None:
+                    place = places[which] = len(numbers)
+                    numbers.append((self._sgd_numbers if counter is None else self._adam_numbers)(group, which))
+                    sources.append((group, counter))
+                updates.append(Update(p, kind, first, second, place))
+        self._known = _Known.of(self._optimizer, reached, updates, sources)
+        _C.count_up(begun.counters)
+        return updates, numbers, begun
+
+    def _numbers_of(self, group: Mapping, count: float | None) -> tuple[float, ...]:
+        """Of a step that is not the first; with a counter the count after it."""
+        if count is None:
+            return self._sgd_numbers(group, float(group["dampening"]))
+        return self._adam_numbers(group, count)
+
     def _state(self, p: Tensor, begun: Begun, missing: Mapping[str, Tensor]) -> dict:
         """A parameter's state, with what it lacks."""
         state = self._optimizer.state.get(p)
@@ -273,7 +368,8 @@ class Updates:
         state.update(missing)
         return state
 
-    def _sgd(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
+    def _sgd(self, p: Tensor, group: Mapping, begun: Begun) -> tuple:
+        """Kind, moments, counter, dampening."""
         dampening, buffer = float(group["dampening"]), None
         if group["momentum"] != 0:
             state = self._optimizer.state.get(p)
@@ -282,16 +378,15 @@ class Updates:
                 dampening = 0.0
                 buffer = torch.zeros_like(p, requires_grad=False)
                 self._state(p, begun, {"momentum_buffer": buffer})
-        return Update(p, "sgd", buffer, None, self._sgd_numbers(group, dampening, numbers))
+        return "sgd", buffer, None, None, dampening
 
-    def _sgd_numbers(self, group: Mapping, dampening: float, numbers: dict[float, tuple[float, ...]]):
-        """`numbers`: the group's, by its dampening, which is none at first."""
-        if dampening not in numbers:
-            given = group["lr"], group["momentum"], dampening, group["weight_decay"], group["nesterov"]
-            numbers[dampening] = tuple(map(float, given))
-        return numbers[dampening]
+    def _sgd_numbers(self, group: Mapping, dampening: float) -> tuple[float, ...]:
+        """`dampening`: the group's, none at first."""
+        given = group["lr"], group["momentum"], dampening, group["weight_decay"], group["nesterov"]
+        return tuple(map(float, given))
 
-    def _adam(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
+    def _adam(self, p: Tensor, group: Mapping, begun: Begun) -> tuple:
+        """Kind, moments, counter, count."""
         state = self._optimizer.state.get(p)
         if not state:
             on_device = group["capturable"] or group["fused"]
@@ -305,18 +400,14 @@ class Updates:
         counter = state["step"]
         if counter.device.type == "cpu":
             begun.counters.append(counter)
-        given = self._adam_numbers(group, self._count(counter) + 1, numbers)
-        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], given)
+        return "adam", state["exp_avg"], state["exp_avg_sq"], counter, self._count(counter) + 1
 
-    def _adam_numbers(self, group: Mapping, count: float, numbers: dict[float, tuple[float, ...]]):
-        """`numbers`: the group's, by its parameters' counts of steps."""
-        if count not in numbers:
-            lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
-            numbers[count] = (
-                *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
-                *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
-            )
-        return numbers[count]
+    def _adam_numbers(self, group: Mapping, count: float) -> tuple[float, ...]:
+        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
+        return (
+            *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
+            *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
+        )
 
     def _count(self, counter: Tensor) -> float:
         if counter.device.type == "cpu":
