@@ -107,6 +107,25 @@ def test_states_and_gradients_that_cancel(case: tuple, dtype: torch.dtype, rever
     extremes.test_states_and_gradients_that_cancel(case, dtype, reverse, "cuda")
 
 
+@pytest.mark.parametrize("steps_of_A", [20_000, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
+def test_repeats_beside_another_stream(dtype: torch.dtype, steps_of_A: int) -> None:
+    """Tiles that others hold up find their states in other ways, and come to the same bits."""
+    A, b, weight = (torch.rand(T, 1, 300, dtype=dtype, device="cuda") for T in (steps_of_A, 20_000, 20_000))
+    A = A.mul_(0.6).requires_grad_()
+    b.requires_grad_()
+    found, busy, side = [], torch.ones(1 << 24, device="cuda"), torch.cuda.Stream()
+    for size in (0, 12, 20, 24, 16, 22):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            for _ in range(size // 4):
+                busy[: 1 << size].mul_(1.0)
+        x = linear_scan(A, b)
+        found.append([x, *torch.autograd.grad(x, (A, b), weight)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
 def test_graph_replay() -> None:
     extremes.test_graph_replay_of_chaotic_states("diagonal")
     extremes.test_graph_replay_of_states_and_gradients_that_cancel(("fixed", 8192, 2, 40, "diagonal"))
