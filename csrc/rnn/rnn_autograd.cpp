@@ -91,7 +91,7 @@ Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const Option
     return rnn_op(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save, way, heads);
   }
   OptionalTensor h = h0, c = c0;
-  if (way != "persistent" && heads == 1 && scan_max_hidden(parse_cell("weft::rnn", cell)) > 0 && !h0 && !c0 &&
+  if (way == "scan" && heads == 1 && scan_max_hidden(parse_cell("weft::rnn", cell)) > 0 && !h0 && !c0 &&
       input.dim() == 3 && weights.size() > 1 && weights[1].dim() == 2) {
     // The scan's kernels read an initial state in both passes: it is made once.
     h = at::zeros_symint({bidirectional ? 2 : 1, input.sym_size(1), weights[1].sym_size(1)}, input.options());

@@ -32,7 +32,8 @@ def cut(steps: int, count: int) -> tuple[int, int]:
 def few_meet(round_: int, chunks: int, changed: int, closer: int, before: int) -> bool:
     rest = chunks - round_
     late = 14 * round_ >= chunks if 4 * changed > rest else 5 * round_ >= chunks
-    stays = round_ >= 5 and 4 * changed > 3 * before and late
+    none_closer = round_ >= 3 and 2 * changed > rest and 8 * closer < changed
+    stays = 4 * changed > 3 * before and (none_closer or (round_ >= 5 and late))
     return stays or (8 * changed > 7 * rest and 2 * closer < changed)
 
 

@@ -171,6 +171,8 @@ LARGE = [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 512)]
 LARGE += [packed(c, (30, 12, 12, 5), 3, 128, bidirectional=True) for c in CELLS]
 LARGE += by_scan(Sample(c, 64, 5, 3, h, bidirectional=both) for c in CELLS for h, both in ((20, False), (64, True)))
 LARGE += by_newton(Sample(c, 700, 2, 3, 20) for c in CELLS)
+ONE_NUMBER = [Sample(c, 300, 3, 1, 20, bidirectional=both, bias=not both) for c in CELLS for both in (False, True)]
+LARGE += [*by_scan(ONE_NUMBER), *by_newton(ONE_NUMBER)]
 LARGE += [Sample(c, 64, 5, 3, 4 * h, heads=4, bidirectional=h == 20) for c in ("lstm", "slstm") for h in (20, 128)]
 EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
 EMPTY = [

@@ -30,7 +30,8 @@ class Shape(ctypes.Structure):
 
 class Pointers(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in (
-        "projected", "w_hh", "b_hh", "h0", "c0", "output", "h_n", "c_n", "gates", "cells")]  # fmt: skip
+        "projected", "x", "w_ih", "b_ih", "w_hh", "b_hh", "h0", "c0", "output", "h_n", "c_n", "gates",
+        "cells")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,19 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Operands of a case, what the kernels fill, and what the oracle walks."""
+    """Operands of a case, what the kernels fill, and what the oracle walks. `numbers`: x is one number, which the
+    kernels project."""
 
-    def __init__(self, case: Case, size: int) -> None:
+    def __init__(self, case: Case, size: int, numbers: bool = False) -> None:
         self.case, dtype = case, TYPES[size]
         T, B, H, G, lstm = case.T, case.B, case.H, TRAITS[case.cell].gates, case.cell == "lstm"
         torch.manual_seed(T + B + H)
         make = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
         self.projected, self.h0, self.c0 = make(T, B, G * H), make(B, H), make(B, H) if lstm else None
+        self.x = self.w_ih = self.b_ih = None
+        if numbers:
+            self.x, self.w_ih, self.b_ih = make(T, B), make(G * H, 1), make(G * H) if case.bias else None
+            self.projected = self.x[..., None] * self.w_ih[:, 0] + (self.b_ih if case.bias else 0)
         self.w_hh = case.scale * (2 * torch.rand(G * H, H, dtype=dtype) - 1) * H**-0.5
         self.b_hh = make(G * H) if case.bias else None
         if case.exact and not lstm:
@@ -86,8 +92,8 @@ class Problem:
         case, address = self.case, lambda t: None if t is None else t.data_ptr()
         shape = Shape(CELLS.index(case.cell), case.T, case.B, case.H, case.reverse)
         pointers = Pointers(*map(address, (
-            self.projected, self.w_hh, self.b_hh, self.h0, self.c0, self.output, self.h_n, self.c_n, self.gates,
-            self.cells)))  # fmt: skip
+            self.projected if self.x is None else None, self.x, self.w_ih, self.b_ih, self.w_hh, self.b_hh, self.h0,
+            self.c0, self.output, self.h_n, self.c_n, self.gates, self.cells)))  # fmt: skip
         library.run.restype = ctypes.c_int64
         found = library.run(
             ctypes.byref(shape), ctypes.byref(pointers), ctypes.c_int64(case.chunks),
@@ -189,6 +195,18 @@ def test_a_whole_sequence(kernels, cell: str, size: int) -> None:
         for name in ("output", "h_n", "c_n", *(("gates", "cells") if save else ())):
             a, b = getattr(whole, name), getattr(chunk, name)
             assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", TYPES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_inputs_of_one_number(kernels, cell: str, size: int) -> None:
+    case = Case(cell, 70, 3, 7, 1, 0.5, reverse=cell == "gru", bias=cell != "lstm")
+    whole, one, five = (Problem(case._replace(chunks=n), size, numbers=True) for n in (1, 1, 5))
+    whole.run_whole(kernels(8, size), 3)
+    for problem in (one, five):
+        problem.run(kernels(8, size), False, 2)
+        problem.check(BOUNDS[size])
+    assert torch.equal(whole.output, one.output)
 
 
 def test_the_bits_do_not_depend_on_the_order(kernels) -> None:
@@ -298,7 +316,7 @@ def test_chunks_of_time(kernels) -> None:
     for chunks in range(2, 30):
         for round_ in range(2, chunks + 1):
             for changed in range(chunks):
-                for closer in {0, changed // 2, (changed + 1) // 2, changed}:
+                for closer in {0, changed // 8, changed // 8 + 1, changed // 2, (changed + 1) // 2, changed}:
                     for before in {changed, changed + 1, 4 * changed // 3, chunks - 1}:
                         sizes = round_, chunks, changed, closer, before
                         assert library.few(*map(ctypes.c_int64, sizes)) == chunked.few_meet(*sizes)

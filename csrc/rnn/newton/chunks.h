@@ -43,20 +43,24 @@ constexpr int64_t kMostAhead = 64, kMostSteps = (int64_t{1} << 31) - 1 - kMostAh
 
 // So many rounds there are where anything is to meet.
 constexpr int64_t kFewRounds = 5;
+// And so many tell how fast those that change become fewer.
+constexpr int64_t kTellingRounds = 3;
 
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
 // counted, and `closer` of them by at most half as much as their starts had; `before`: how many had changed in the
 // round before. Where nearly all of those that are not final change, and few come closer, the net does not forget, as
 // far as its chunks tell; and the front moves by a chunk in a round, as it does alone. Where those that change do not
-// become a quarter less from round to round, the rest is walked alone, too: after a fourteenth of the rounds that there
-// could be where many still change, after a fifth where few do. A step that looks takes up to twice as long, so that
-// the rounds have cost a tenth of the chain or a fifth.
+// become a quarter less from round to round, the rest is walked alone, too: after kTellingRounds where more than half
+// change and next to none comes closer, as of a net that stays in the one of two states that it is in; after a
+// fourteenth of the rounds that there could be where many still change, after a fifth where few do. A step that looks
+// takes up to twice as long, so that the rounds have cost a tenth of the chain or a fifth.
 WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer,
                                          int64_t before) {
   const int64_t rest = chunks - round;
-  return (8 * changed > 7 * rest && 2 * closer < changed) ||
-         (round >= kFewRounds && 4 * changed > 3 * before &&
-          ((4 * changed > rest && 14 * round >= chunks) || 5 * round >= chunks));
+  if (8 * changed > 7 * rest && 2 * closer < changed) return true;
+  if (4 * changed <= 3 * before) return false;
+  return (round >= kTellingRounds && 2 * changed > rest && 8 * closer < changed) ||
+         (round >= kFewRounds && ((4 * changed > rest && 14 * round >= chunks) || 5 * round >= chunks));
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).

@@ -48,6 +48,10 @@ struct ForwardWalk {
   // address take turns.
   bool own;
   scalar w[G][HP], bias[G];
+  // The input side of a gate is w_in times what is loaded, plus b_in: of what is projected already, that.
+  scalar w_in[G], b_in[G];
+  int in_gate;      // from one gate to the next in what is loaded
+  int64_t in_step;  // and from one step to the next
   // From one step to the next: rows; what is added to `gates` and `cells`, which may be null.
   int64_t step, gates_step, cells_step;
   scalar *output, *gates, *cells;  // of the step that is walked next
@@ -62,11 +66,15 @@ struct ForwardWalk {
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       bias[g] = a.b_hh ? a.b_hh[g * H + unit] : scalar(0);
+      w_in[g] = a.projected ? scalar(1) : a.w_ih[g * H + unit];
+      b_in[g] = a.projected || !a.b_ih ? scalar(0) : a.b_ih[g * H + unit];
 #pragma unroll
       for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + unit) * H + k] : scalar(0);
     }
     if (lane < HP) shared.exchange[0][lane] = shared.exchange[1][lane] = scalar(0);  // the padding stays zero
     step = shape.reverse ? -shape.B : shape.B;
+    in_gate = a.projected ? H : 0;
+    in_step = a.projected ? step * G * H : step;
     gates_step = a.gates ? step * 4 * H : 0;
     cells_step = has_c(cell) && a.cells ? step * H : 0;
     __syncwarp();
@@ -77,7 +85,7 @@ struct ForwardWalk {
   __device__ __forceinline__ void begin(const ScanShape& shape, const WarpForward<scalar>& a, int64_t b, int64_t first,
                                         int64_t count) {
     const int64_t row = (shape.reverse ? shape.T - 1 - first : first) * shape.B + b;
-    ahead = a.projected + row * G * H + unit;
+    ahead = a.projected ? a.projected + row * G * H + unit : a.x + row;
     output = a.output + row * H + unit;
     gates = a.gates ? a.gates + row * 4 * H + unit : nullptr;
     cells = has_c(cell) && a.cells ? a.cells + row * H + unit : nullptr;
@@ -96,9 +104,9 @@ struct ForwardWalk {
     const bool loads = own && loaded < length;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-      if (loads) copy_async<sizeof(scalar)>(&to[g][lane], ahead + g * H);
+      if (loads) copy_async<sizeof(scalar)>(&to[g][lane], ahead + g * in_gate);
     }
-    ahead += step * G * H;
+    ahead += in_step;
     ++loaded;
   }
 
@@ -154,7 +162,7 @@ struct ForwardWalk {
 #pragma unroll
         for (int k = 0; k < HP / 4; ++k) load4(&from_units[4 * k], v[k]);
 #pragma unroll
-        for (int g = 0; g < G; ++g) in[g] = shared.ring[group][i][g][lane];
+        for (int g = 0; g < G; ++g) in[g] = w_in[g] * shared.ring[group][i][g][lane] + b_in[g];
         scalar sum[G][kChains];
 #pragma unroll
         for (int g = 0; g < G; ++g)

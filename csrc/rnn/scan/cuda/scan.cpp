@@ -4,7 +4,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/ops/_cudnn_rnn_flatten_weight.h>
-#include <ATen/ops/addcmul.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/cat.h>
@@ -12,7 +11,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -186,13 +184,10 @@ void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0
   }
 }
 
-// rows w^T + bias, contiguous; bias may be undefined. Of one column, cuBLAS takes twice as long as an element-wise
-// kernel, and copies the bias before.
+// rows w^T + bias, contiguous; bias may be undefined. Undefined of one column, whose products the walk makes itself.
 Tensor project(const Tensor& rows, const Tensor& w, const Tensor& bias) {
-  const Tensor right = w.t();
-  if (rows.size(1) != 1) return bias.defined() ? at::addmm(bias, rows, right) : at::mm(rows, right);
-  Tensor projected = at::empty({rows.size(0), w.size(0)}, rows.options());
-  return bias.defined() ? at::addcmul_out(projected, bias, rows, right) : at::mul_out(projected, rows, right);
+  if (rows.size(1) == 1) return {};
+  return bias.defined() ? at::addmm(bias, rows, w.t()) : at::mm(rows, w.t());
 }
 
 // Undefined statistics: nobody asks.
@@ -202,9 +197,14 @@ struct Chunked {
 };
 
 template <typename scalar>
-void forward_kernel(const ScanShape& shape, const Tensor& projected, const Tensor& w_hh, const Tensor& b_hh,
-                    const Tensor& h0, const Tensor& c0, const RnnResults& r, const Chunked& chunked, int d) {
+void forward_kernel(const ScanShape& shape, const Tensor& x, const Tensor& w_ih, const Tensor& b_ih, const Tensor& w_hh,
+                    const Tensor& b_hh, const Tensor& h0, const Tensor& c0, const RnnResults& r, const Chunked& chunked,
+                    int d) {
+  const Tensor projected = project(x.view({shape.T * shape.B, x.size(2)}), w_ih, b_ih);
   const WarpForward<scalar> args{pointer<scalar>(projected),
+                                 pointer<scalar>(x),
+                                 pointer<scalar>(w_ih),
+                                 pointer<scalar>(b_ih),
                                  pointer<scalar>(w_hh),
                                  pointer<scalar>(b_hh),
                                  pointer<scalar>(h0),
@@ -217,7 +217,7 @@ void forward_kernel(const ScanShape& shape, const Tensor& projected, const Tenso
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (chunked.chunks.count == 1) return warp_forward(shape, args, stream);
   const Tensor messages =
-      at::empty({newton_messages(shape, chunked.chunks, sizeof(scalar))}, projected.options().dtype(at::kLong));
+      at::empty({newton_messages(shape, chunked.chunks, sizeof(scalar))}, x.options().dtype(at::kLong));
   C10_CUDA_CHECK(cudaMemsetAsync(messages.data_ptr(), 0, messages.nbytes(), stream));
   newton_forward(shape, args,
                  {chunked.chunks, static_cast<uint64_t*>(messages.data_ptr()),
@@ -351,13 +351,12 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
     if (warp_holds(s)) {
       // The kernels keep fp32's digits, and so do the matrix products around them.
       const at::NoTF32Guard no_tf32;
-      const Tensor projected = project(x.view({s.R, s.I}), w_ih, b_ih);
       RnnResults walked = own;
       // Whether chunks meet depends on c, too.
       if (with_c && chunked.chunks.count > 1 && own.cells.dim() != 3) {
         walked.cells = at::empty({s.T, s.B, s.H}, x.options());
       }
-      (compute == at::kFloat ? forward_kernel<float> : forward_kernel<double>)(shape, projected, w_hh, b_hh, h, c,
+      (compute == at::kFloat ? forward_kernel<float> : forward_kernel<double>)(shape, x, w_ih, b_ih, w_hh, b_hh, h, c,
                                                                                walked, chunked, d);
     } else {
       if (s.D == 1) r.output.reset();  // torch allocates its own

@@ -24,7 +24,10 @@ struct ScanShape {
 
 template <typename scalar>
 struct WarpForward {
-  const scalar* projected;  // (T, B, G H): W_ih x + b_ih
+  const scalar* projected;  // (T, B, G H): W_ih x + b_ih; null where x is one number, of which the kernel makes it:
+  const scalar* x;          // (T, B)
+  const scalar* w_ih;       // (G H, 1)
+  const scalar* b_ih;       // (G H), or null
   const scalar* w_hh;       // (G H, H)
   const scalar* b_hh;       // (G H), or null
   const scalar* h0;         // (B, H)
