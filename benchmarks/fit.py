@@ -32,7 +32,7 @@ from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 from weft._rnn.select.costs import Line
 
-from benchmarks import executors, geometries, rnn, sparse_costs, stages
+from benchmarks import executors, geometries, rnn, rnn_cases, sparse_costs, stages
 from benchmarks.common import (
     DTYPES,
     RESULTS,
@@ -303,14 +303,14 @@ def fitted(all_rows: Sequence[Row], before: Tables) -> Tables:
 def layer_cases() -> Iterator[tuple[LayerCase, tuple[str, ...]]]:
     """What lines, hosts and limits are fitted to, and the metrics of each."""
     training, both = ("forward_backward",), ("forward", "forward_backward")
-    for cell, H, B in itertools.product(rnn.GRID_CELLS, (8, 20, 32), (1, 16, 64)):
+    for cell, H, B in itertools.product(rnn_cases.GRID_CELLS, (8, 20, 32), (1, 16, 64)):
         for T in (10, 1000, 10000):
             yield LayerCase(cell, H, B, T, inputs=H, algorithm="scan"), both if B == 16 and T > 10 else training
-    for cell, H, B, T in itertools.product(rnn.GRID_CELLS, (64, 128), (1, 4, 16, 64), (3000, 10000)):
+    for cell, H, B, T in itertools.product(rnn_cases.GRID_CELLS, (64, 128), (1, 4, 16, 64), (3000, 10000)):
         for algorithm in ("scan", "persistent"):
             if algorithm == "persistent" or costs.SCAN_LARGEST[cell] >= H:
                 yield LayerCase(cell, H, B, T, inputs=H, algorithm=algorithm), both if B == 16 else training
-    for cell, dtype, H, B in itertools.product(rnn.GRID_CELLS, ("fp16", "fp32"), (256, 512, 1024), (16, 64)):
+    for cell, dtype, H, B in itertools.product(rnn_cases.GRID_CELLS, ("fp16", "fp32"), (256, 512, 1024), (16, 64)):
         yield LayerCase(cell, H, B, 1024, inputs=H, dtype=dtype, algorithm="persistent"), both if B == 16 else training
 
 
@@ -332,7 +332,7 @@ def measure_layers(minutes: float) -> list[str]:
     cases.sort(key=lambda each: results.measured(each[0].name, each[1][-1], "torch.nn", gpu))
     rnn.compile_kernels((case, True) for case, _ in cases if case.algorithm == "persistent" or case.H > 32)
     entries = [layer_entry(*each) for each in cases]
-    entries += [rnn.decode_entry(case) for case in rnn.DECODE]
+    entries += [rnn.decode_entry(case) for case in rnn_cases.DECODE]
     left = minutes - (time.monotonic() - start) / 60
     return run_entries(entries, results, minutes=left, patience=rnn.PATIENCE)
 

@@ -87,6 +87,19 @@ class HeadsStep:
         x = self.x[:steps].detach().requires_grad_()
         return torch.autograd.grad(self.loop(x), [x, *self.weights], self.grad[:steps])
 
+    @torch.no_grad()
+    def products(self) -> list[Tensor]:
+        """The matrix products of a training step and nothing else, each over all steps at once, which no recurrence
+        allows: the least that a step takes at the rate of torch's products."""
+        w_ih, w_hh = self.weights[0], self.weights[1]
+        T, B, P = self.case.T, self.case.B, w_hh.size(1)
+        x, heads = self.x.flatten(0, 1), self.case.heads
+        blocks = w_hh.view(-1, heads, P, P).transpose(0, 1).reshape(heads, -1, P)
+        h = x.view(T * B, heads, P).transpose(0, 1)
+        gates = x @ w_ih.t()
+        of_heads = gates.view(T * B, heads, -1).transpose(0, 1)
+        return [gates, h @ blocks.mT, of_heads @ blocks, of_heads.mT @ h, gates @ w_ih, gates.t() @ x]
+
     def check(self, steps: int = 64) -> None:
         """That both compute the same, over some steps."""
         x = self.x.detach()[:steps].requires_grad_()

@@ -163,3 +163,11 @@ def check_layers(step: LayerStep, *, inference: bool = False) -> None:
     else:
         errors = relative_errors(step.results(step.weft), step.results(step.peer))
     check_agreement(step.case.name, errors, agreement_bound(step.case))
+
+
+def say_algorithm(step: LayerStep) -> None:
+    """A row is about what "auto" takes; here is what that was, where it is not this engine."""
+    with torch.set_grad_enabled(step.weft.training):
+        taken = weft.explain(step.weft, step.input())
+    if taken.algorithm != "persistent":
+        print(f"{step.case.name}: auto takes {taken.algorithm} ({taken.reason})", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from benchmarks import rnn
+from benchmarks import rnn_targets
 from benchmarks.common import RESULTS, ROOT, read_rows, significant
 from benchmarks.figures import Results, Row, by_hardware, quantity, ratio_of
 from benchmarks.figures import offload as offload_figures
@@ -112,7 +112,7 @@ def readme_block(results: Results) -> str:
     """What stands between the README's markers: the figure, how the grid is spread, and a line for each engine."""
     parts = []
     grid = results.get("rnn", ())
-    if rnn.grid_rows(grid):
+    if rnn_targets.grid_rows(grid):
         alt = "Speed-up of a training step over torch.nn by cell, dtype, hidden size and batch"
         parts += [f"![{alt}]({RNN_FIGURE.relative_to(ROOT).as_posix()})", rnn_figures.grid_summary(grid)]
     rows = readme_rows(results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import rnn
+from benchmarks import rnn, rnn_targets
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -28,7 +28,7 @@ def rnn_rows(ratio: float = 8.0) -> list[dict]:
                 floor = metric == "step_forward"
                 peer = {"peer": "exchange_floor", "unit": "us"} if floor else {}
                 rows.append(row(entry.name, metric, 1.0, 0.5 if floor else ratio, **peer))
-    for target in rnn.TARGETS:
+    for target in rnn_targets.TARGETS:
         if target.peer != "torch.nn":
             rows.append(row(target.case.name, target.metric, 1.0, ratio, peer=target.peer))
     rows += [row(case.name, "forward", 1.0, ratio, peer="scan") for case in rnn.AUTO_NEWTON]

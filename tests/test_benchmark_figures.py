@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import rnn
+from benchmarks import rnn_targets
 from tests.benchmark_rows import rnn_rows, row
 
 
@@ -146,7 +146,7 @@ def test_the_rnn_engines_tables_and_figure(tmp_path):
     page_of(rows)
     assert (tmp_path / "rnn_speedup.svg").read_bytes() == first
     # Any part of the rows will do.
-    grid = set(rnn.grid_rows(rows))
+    grid = set(rnn_targets.grid_rows(rows))
     few = [r for r in rows if r["case"] in sorted(grid)[:5]]
     assert ', ""' in page_of(few) and "5 cases" in plot.readme_block({"rnn": few + rows[:1]})
     rest = [r for r in rows if r["case"] not in grid]

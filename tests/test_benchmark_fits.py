@@ -14,7 +14,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 
-from benchmarks import common, costs_file, executors, fit, fitting, geometries, nets, rnn, sparse_costs, stages
+from benchmarks import common, costs_file, executors, fit, fitting, geometries, nets, rnn_cases, sparse_costs, stages
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def _fast_gpu_rows(scale: float) -> list[fit.Row]:
             case = fit.case_of(common.parse_case(layer.name), metric)
             weft_us = costs.scan_us(case) if layer.algorithm == "scan" else 1.5 * case.steps
             rows.append(fit.Row("fit", case, metric, layer.algorithm, scale * weft_us, scale * costs.torch_us(case)))
-    for case in rnn.DECODE:
+    for case in rnn_cases.DECODE:
         rows.append(fit.Row("fit", fit.case_of(common.parse_case(case.name), "decode"), "decode", "auto", 15.0, 100.0))
     return rows
 

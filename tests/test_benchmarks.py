@@ -15,7 +15,7 @@ import torch
 from weft._rnn.select import choice
 from weft._rnn.select.case import Case
 
-from benchmarks import common, diagonal, layers, packages, rnn, scan
+from benchmarks import common, diagonal, layers, newton, packages, rnn, rnn_cases, rnn_targets, scan
 from tests.benchmark_rows import rnn_rows, row
 
 
@@ -249,19 +249,22 @@ def test_layer_entries(cell, tmp_path):
 
 
 def test_names_of_rnn_cases():
-    assert rnn.RnnCase("gru", 512, 16, 1024, dtype="bf16").name == "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024"
+    assert (
+        rnn_cases.RnnCase("gru", 512, 16, 1024, dtype="bf16").name
+        == "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024"
+    )
     packed = "cell=lstm device=cuda dtype=bf16 layout=packed H=512 B=32 T=1024 layers=2 directions=2"
-    assert packed == rnn.PACKED.name
-    assert rnn.LONG.name == "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1"
-    assert rnn.CPU[0].name == "cell=gru device=cpu dtype=fp32 H=128 B=8 T=256 threads=2"
-    assert len({case.name for case in rnn.grid_cases()}) == 108
-    assert {target.case.name for target in rnn.TARGETS} <= {
+    assert packed == rnn_cases.PACKED.name
+    assert rnn_cases.LONG.name == "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1"
+    assert rnn_cases.CPU[0].name == "cell=gru device=cpu dtype=fp32 H=128 B=8 T=256 threads=2"
+    assert len({case.name for case in rnn_cases.grid_cases()}) == 108
+    assert {target.case.name for target in rnn_targets.TARGETS} <= {
         entry.name for device in ("cuda", "cpu") for _, entry in rnn.table(device)
     }
 
 
 def test_packed_lengths():
-    case = rnn.RnnCase("gru", 4, 8, 64, device="cpu", layout="packed")
+    case = rnn_cases.RnnCase("gru", 4, 8, 64, device="cpu", layout="packed")
     sizes = layers._batch_sizes(case)
     assert int(sizes[0]) == int(sizes[3]) == 8 and len(sizes) <= 64  # the shortest has T / 16 steps
     assert torch.equal(sizes, layers._batch_sizes(replace(case, cell="lstm")))
@@ -270,7 +273,7 @@ def test_packed_lengths():
 def test_floor_of_the_exchange():
     cluster = rnn.Layout.of({"tier": "cluster", "groups": 6, "blocks": 16, "threads": 256, "sequences": 3})
     assert cluster == ("cluster", 6, 16, 3)
-    assert cluster.floor(rnn.RnnCase("gru", 512, 16, 1024, dtype="bf16")) == pytest.approx(0.47)  # 3 KiB
+    assert cluster.floor(rnn_cases.RnnCase("gru", 512, 16, 1024, dtype="bf16")) == pytest.approx(0.47)  # 3 KiB
     assert rnn.exchange_floor("cluster", 1) == 0.40
     assert rnn.exchange_floor("cluster", 8 * 1024) == 0.61
     assert rnn.exchange_floor("grid", 2**30) == 2.2
@@ -279,13 +282,13 @@ def test_floor_of_the_exchange():
         assert [us for _, us in sizes] == sorted(us for _, us in sizes)
     alone = rnn.Layout.of({"tier": "small", "groups": 16, "blocks": 1, "threads": 512, "sequences": 1})
     with pytest.raises(RuntimeError, match="exchanges nothing"):
-        alone.floor(rnn.LONG)
+        alone.floor(rnn_cases.LONG)
 
 
 def _on_a_small_cpu(monkeypatch) -> None:
     """The table of the GPU with small sizes on the CPU."""
 
-    def small(case: rnn.RnnCase) -> rnn.RnnCase:
+    def small(case: rnn_cases.RnnCase) -> rnn_cases.RnnCase:
         inputs = 4 if case.inputs == case.H else case.inputs
         return replace(case, H=4, inputs=inputs, B=case.B if case.B <= 16 else 3, T=min(case.T, 16), device="cpu")
 
@@ -295,17 +298,22 @@ def _on_a_small_cpu(monkeypatch) -> None:
     monkeypatch.setattr(rnn, "AUTO_NEWTON", (small(rnn.AUTO_NEWTON[0]),))
     for name in ("DECODE", "STEPS"):
         monkeypatch.setattr(rnn, name, tuple(map(small, getattr(rnn, name))))
-    grid = [small(case) for case in rnn.grid_cases() if case.H == 128 and case.B == 16]
-    monkeypatch.setattr(rnn, "grid_cases", lambda: iter(grid))
+    grid = [small(case) for case in rnn_cases.grid_cases() if case.H == 128 and case.B == 16]
+    for module in (rnn, rnn_targets):
+        monkeypatch.setattr(module, "grid_cases", lambda: iter(grid))
     cells = [
-        rnn.CellCase(cell, 4, 2, 3, dtype=dtype, device="cpu") for cell, dtype in (("lstm", "fp32"), ("gru", "bf16"))
+        rnn_cases.CellCase(cell, 4, 2, 3, dtype=dtype, device="cpu")
+        for cell, dtype in (("lstm", "fp32"), ("gru", "bf16"))
     ]
     monkeypatch.setattr(rnn, "HEADS", ())
     monkeypatch.setattr(rnn, "cell_cases", lambda device: iter(cells))
     facts = {"why_not": None, "forward": {"tier": "cluster", "groups": 1, "blocks": 16, "sequences": 3}}
     monkeypatch.setattr(rnn, "plan", lambda case, trains: facts)
     quick = {"warmup": 1, "repeats": 2, "at_most": 0.0}
-    monkeypatch.setattr(rnn, "measure", lambda candidates, device, at_most: common.measure(candidates, device, **quick))
+    for module in (rnn, newton):
+        monkeypatch.setattr(
+            module, "measure", lambda candidates, device, at_most: common.measure(candidates, device, **quick)
+        )
 
 
 def test_every_kind_of_rnn_entry_runs(tmp_path, monkeypatch, capsys):
@@ -326,7 +334,7 @@ def test_every_kind_of_rnn_entry_runs(tmp_path, monkeypatch, capsys):
     }
     rows = list(results.rows.values())
     assert len(rows) == 3 + 4 + 1 + 4 + 2 * 2 + 2 * 2 + 2 * 9
-    rnn.report(rows)
+    rnn_targets.report(rows)
     printed = capsys.readouterr().out
     assert "9 points of the grid: geometric mean" in printed
     assert "-              geometric mean" not in printed
@@ -335,8 +343,8 @@ def test_every_kind_of_rnn_entry_runs(tmp_path, monkeypatch, capsys):
 def test_rnn_benchmark_on_the_command_line(tmp_path, monkeypatch, capsys):
     threads = torch.get_num_threads()
     output = tmp_path / "rnn.csv"
-    case = rnn.RnnCase("gru", 4, 2, 8, device="cpu", threads=2)
-    loaded = rnn.LoadedCase("rnn_tanh", 4, 2, 8, device="cpu", threads=2, load=1)
+    case = rnn_cases.RnnCase("gru", 4, 2, 8, device="cpu", threads=2)
+    loaded = rnn_cases.LoadedCase("rnn_tanh", 4, 2, 8, device="cpu", threads=2, load=1)
     monkeypatch.setattr(rnn, "CPU", (case, replace(case, cell="lstm")))
     monkeypatch.setattr(rnn, "LOADED", (loaded,))
     monkeypatch.setattr(rnn, "HEADS_CPU", ())
@@ -384,20 +392,20 @@ def test_an_entry_that_hangs_ends_the_process(tmp_path, monkeypatch, capsys):
 
 def test_verdicts():
     rows = rnn_rows()
-    assert all(verdict.holds for verdict in rnn.verdicts(rows))
-    assert all(verdict.holds is None for verdict in rnn.verdicts([]))
-    grid = [r for r in rows if r["case"] in rnn.grid_rows(rows)]
+    assert all(verdict.holds for verdict in rnn_targets.verdicts(rows))
+    assert all(verdict.holds is None for verdict in rnn_targets.verdicts([]))
+    grid = [r for r in rows if r["case"] in rnn_targets.grid_rows(rows)]
     rows.remove(next(r for r in grid if r["metric"] == "forward_backward"))
-    assert [v.words for v in rnn.verdicts(rows) if v.holds is None][:2] == [
+    assert [v.words for v in rnn_targets.verdicts(rows) if v.holds is None][:2] == [
         "geometric mean of the grid, at least 5x",
         "worst case of the grid, at least 1x",
     ]
-    slow = rnn.verdicts(rnn_rows(ratio=1.25))
+    slow = rnn_targets.verdicts(rnn_rows(ratio=1.25))
     failed = [v.words for v in slow if not v.holds]
     assert failed[0].startswith("geometric mean") and "at least 1.2x" not in " ".join(failed)
     assert any("at most 3 us per step" in v.words and v.holds for v in slow)
     late = [{**r, "weft": "3.2"} for r in rnn_rows()]
-    assert [v.value for v in rnn.verdicts(late) if not v.holds] == [3.125, 3.125]
+    assert [v.value for v in rnn_targets.verdicts(late) if not v.holds] == [3.125, 3.125]
 
 
 NOT_REACHED: frozenset[str] = frozenset({
@@ -414,7 +422,7 @@ def test_targets_that_were_reached_are_held():
     rows = common.read_rows(common.RESULTS / "rnn.csv")
     if not rows:
         pytest.skip("results/rnn.csv is not there yet")
-    found = rnn.verdicts(rows)
+    found = rnn_targets.verdicts(rows)
     assert {v.words for v in found if v.holds is False} == NOT_REACHED
     devices = {common.parse_case(r["case"])["device"] for r in rows}
     missing = [v.words for v in found if v.holds is None and not any(part in v.words for part in NOT_MEASURED)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from benchmarks import rnn
+from benchmarks import rnn_cases, rnn_targets
 from benchmarks.common import parse_case
 from benchmarks.figures import (
     DTYPE_COLORS,
@@ -26,7 +26,7 @@ from benchmarks.figures import (
 
 def page(results: Results, folder: Path) -> list[str]:
     rows, parts = results["rnn"], []
-    grid = rnn.grid_rows(rows)
+    grid = rnn_targets.grid_rows(rows)
     if grid:
         draw_speedup(rows, folder / "rnn_speedup.svg")
         parts += [image(folder / "rnn_speedup.svg"), grid_summary(rows), grid_table(rows)]
@@ -43,29 +43,34 @@ def draw_speedup(rows: Rows, path: Path) -> None:
     """How many times faster than torch.nn a training step of the rnn engine's grid is: over H, a line per dtype, a
     panel per cell and batch."""
     ratios = {}
-    for row in rnn.grid_rows(rows).values():
+    for row in rnn_targets.grid_rows(rows).values():
         keys = parse_case(row["case"])
         ratios[keys["cell"], keys["dtype"], int(keys["H"]), int(keys["B"])] = float(row["ratio"])
     figure, panels = plt.subplots(
-        len(rnn.GRID_B), len(rnn.GRID_CELLS), figsize=(8.6, 7), sharex=True, sharey=True, layout="constrained"
+        len(rnn_cases.GRID_B),
+        len(rnn_cases.GRID_CELLS),
+        figsize=(8.6, 7),
+        sharex=True,
+        sharey=True,
+        layout="constrained",
     )
-    positions = range(len(rnn.GRID_H))
-    for line, B in zip(panels, rnn.GRID_B, strict=True):
-        for axes, cell in zip(line, rnn.GRID_CELLS, strict=True):
+    positions = range(len(rnn_cases.GRID_H))
+    for line, B in zip(panels, rnn_cases.GRID_B, strict=True):
+        for axes, cell in zip(line, rnn_cases.GRID_CELLS, strict=True):
             axes.axhline(1, color=PEER_COLOR, linewidth=1)
-            for dtype in rnn.GRID_DTYPES:
-                values = [ratios.get((cell, dtype, H, B), float("nan")) for H in rnn.GRID_H]
+            for dtype in rnn_cases.GRID_DTYPES:
+                values = [ratios.get((cell, dtype, H, B), float("nan")) for H in rnn_cases.GRID_H]
                 axes.plot(positions, values, "o-", color=DTYPE_COLORS[dtype], markersize=4, label=dtype)
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.set_xticks(positions, rnn.GRID_H)
+            axes.set_xticks(positions, rnn_cases.GRID_H)
             axes.set_title(f"{NAMES[cell]}, B {B}", fontsize=9)
             axes.grid(True, which="major", alpha=0.3)
     panels[0][0].legend(frameon=False, fontsize=8)
     figure.supxlabel("hidden units H")
     figure.supylabel("time of torch.nn / time of Weft")
-    gpu = next(iter(rnn.grid_rows(rows).values()))["gpu"]
-    figure.suptitle(f"training step, T {rnn.GRID_T}, {gpu}", fontsize=10)
+    gpu = next(iter(rnn_targets.grid_rows(rows).values()))["gpu"]
+    figure.suptitle(f"training step, T {rnn_cases.GRID_T}, {gpu}", fontsize=10)
     save(figure, path)
 
 
@@ -105,24 +110,25 @@ def draw_memory(rows: Rows, path: Path) -> None:
 
 def grid_summary(rows: Rows) -> str:
     """How the rnn engine's grid is spread, in a sentence."""
-    grid = sorted(rnn.grid_rows(rows).values(), key=lambda row: float(row["ratio"]))
+    grid = sorted(rnn_targets.grid_rows(rows).values(), key=lambda row: float(row["ratio"]))
     ends = [f"{ratio_of(row)} ({describe(row['case'])})" for row in (grid[0], grid[-1])]
+    mean = rnn_targets.geometric_mean(grid)
     return (
-        f"Training step, {len(grid)} cases on {grid[0]['gpu']}: torch.nn takes {rnn.geometric_mean(grid):.3g} times as "
+        f"Training step, {len(grid)} cases on {grid[0]['gpu']}: torch.nn takes {mean:.3g} times as "
         f"long in the geometric mean, from {ends[0]} to {ends[1]}."
     )
 
 
 def grid_table(rows: Rows) -> str:
     """The grid as reStructuredText: Weft's milliseconds and the ratio, a line per cell, dtype and batch."""
-    grid = rnn.grid_rows(rows)
+    grid = rnn_targets.grid_rows(rows)
     title = f"{next(iter(grid.values()))['gpu']}: forward + backward, ms (torch.nn's time over it)"
-    table = [["layer", *(f"H {H}" for H in rnn.GRID_H)]]
+    table = [["layer", *(f"H {H}" for H in rnn_cases.GRID_H)]]
     groups: dict[tuple[str, str, int], dict[int, str]] = {}
-    for case in rnn.grid_cases():
+    for case in rnn_cases.grid_cases():
         row = grid.get(case.name)
         if row:
             groups.setdefault((case.cell, case.dtype, case.B), {})[case.H] = f"{row['weft']} ({ratio_of(row)})"
     for (cell, dtype, B), values in groups.items():
-        table.append([f"{NAMES[cell]}, {dtype}, B {B}", *(values.get(H, "") for H in rnn.GRID_H)])
+        table.append([f"{NAMES[cell]}, {dtype}, B {B}", *(values.get(H, "") for H in rnn_cases.GRID_H)])
     return rst_table(title, table)

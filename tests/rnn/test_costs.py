@@ -12,7 +12,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs, tuned
 from weft._rnn.select.case import Case
 
-from benchmarks import common, costs_file, fit, layers, rnn, scan, stages
+from benchmarks import common, costs_file, fit, layers, rnn_cases, scan, stages
 from tests import emulated
 from tests.rnn.planner import Planner
 
@@ -193,7 +193,7 @@ def test_the_rule_and_the_costs_decide_alike_where_the_batch_is_small(on_an_h200
     """Where the weights fit and a step has few states, the persistent kernels are expected to beat torch's."""
     sizes = [(H, B) for H in (272, 384, 640, 1024, 1536, 2048) for B in (1, 16, 32_768 // H)]
     seen = 0
-    for cell in rnn.GRID_CELLS:
+    for cell in rnn_cases.GRID_CELLS:
         for dtype, tf32 in ((torch.float16, False), (torch.float32, True)):
             for H, B in sizes:
                 for trains in (True, False):
