@@ -13,7 +13,7 @@ import weft.distributed as wd
 from benchmarks.common import Results, case_name
 
 BYTES = [round(size * 10**k) for k in range(3, 7) for size in (1, 2, 5)] + [10_000_000]
-BEYOND = [500, 20_000_000]
+BEYOND = [500, 15_000_000]
 """Sizes that have no row of their own: what others are between."""
 _NEAR = math.log(5)
 """How far sizes say something of each other: beyond a factor of 5, and its square, less and less."""
