@@ -4,9 +4,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <utility>
 #include <vector>
 
 #include "sparse/csr_matmul.h"
+#include "sparse/plan.h"
 #include "sparse/python_first.h"
 
 namespace py = pybind11;
@@ -38,11 +40,27 @@ class Product {
 
 }  // namespace
 
-void bind(py::module_& m, py::module_&) {
+void bind(py::module_& m, py::module_& testing) {
   py::class_<Product>(m, "Product")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("patterns"))
       .def("__call__", torch::wrap_pybind_function(
                            [](const Product& product, py::handle x, py::handle y) { return product(x, y); }));
+  testing.def(
+      "sparse_kept_bytes", [](int64_t bytes) { return std::exchange(kept_bytes(), bytes); },
+      "Sets the host memory that plans may take for columns of rows; returns what it was.", py::arg("bytes"));
+  testing.def(
+      "sparse_rows_kept",
+      [](const std::vector<int64_t>& counts, int64_t bytes) {
+        KeptColumns<int32_t> kept(int64_t(counts.size()), bytes);
+        std::vector<bool> found;
+        for (size_t i = 0; i < counts.size(); ++i) {
+          kept.keep(int64_t(i), std::vector<int32_t>(size_t(counts[i]), int32_t(i)));
+          const std::vector<int32_t>* columns = kept.find(int64_t(i), counts[i]);
+          found.push_back(columns != nullptr && int64_t(columns->size()) == counts[i]);
+        }
+        return found;
+      },
+      "Which rows of so many columns a plan keeps in so many bytes.", py::arg("counts"), py::arg("bytes"));
 }
 
 }  // namespace weft::sparse

@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "common/tensor.h"
 #include "sparse/csr_transpose.h"
@@ -21,10 +22,6 @@ namespace {
 
 using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
                         at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// Scalar products, up to which the columns that are counted are kept until they have their place; those of more are
-// worked out again, for which there is always memory.
-constexpr int64_t kMostKept = int64_t(1) << 30;
 
 // Parts of the rows that are worth a thread and a marker array of its own.
 template <typename F>
@@ -150,14 +147,14 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   I* c_crow = crow.mutable_data_ptr<I>();
   c_crow[0] = 0;
   std::vector<RowCount> counts(a.rows);
-  std::vector<std::vector<I>> kept(products <= kMostKept ? a.rows : 0);  // columns of rows
+  std::optional<KeptColumns<I>> kept(std::in_place, a.rows, kept_bytes());
   over_rows_of(a.rows, products, [&](int64_t begin, int64_t end) {
     Symbolic<I> symbolic(a, b);
     for (int64_t i = begin; i < end; ++i) {
       const std::vector<I>& found = symbolic.columns(i);
       counts[i] = count_row(a, b, i, int64_t(found.size()));
       c_crow[i + 1] = I(counts[i].elements);
-      if (!kept.empty()) kept[i] = found;
+      kept->keep(i, found);
     }
   });
   for (int64_t i = 0; i < a.rows; ++i) c_crow[i + 1] += c_crow[i];
@@ -166,13 +163,16 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   I* c_col = col.mutable_data_ptr<I>();
   over_rows_of(a.rows, products, [&](int64_t begin, int64_t end) {
     std::optional<Symbolic<I>> symbolic;
-    if (kept.empty()) symbolic.emplace(a, b);
     for (int64_t i = begin; i < end; ++i) {
-      const std::vector<I>& found = symbolic ? symbolic->columns(i) : kept[i];
-      std::copy(found.begin(), found.end(), c_col + c_crow[i]);
+      const std::vector<I>* found = kept->find(i, counts[i].elements);
+      if (found == nullptr) {
+        if (!symbolic) symbolic.emplace(a, b);
+        found = &symbolic->columns(i);
+      }
+      std::copy(found->begin(), found->end(), c_col + c_crow[i]);
     }
   });
-  kept = {};
+  kept.reset();
 
   // Twice what the operands and the product take in float32, less the pattern, is left for lists.
   const int64_t stored = a_col.size(0) + b_col.size(0) + nnz;
@@ -318,6 +318,11 @@ at::Tensor run_into(RunMatmul run, CsrMatmul& m, const Batch& batch, bool shared
 }
 
 }  // namespace
+
+int64_t& kept_bytes() {
+  static int64_t bytes = int64_t(1) << 28;
+  return bytes;
+}
 
 at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
   CsrMatmul m = describe("csr_matmul", ProductPlan::of("csr_matmul", patterns), x);

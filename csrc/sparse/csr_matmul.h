@@ -49,6 +49,9 @@ namespace weft::sparse {
 
 constexpr int64_t kMaxProducts = int64_t(1) << 35;  // half a minute of the symbolic phase on two cores
 
+// Bytes of host memory that the columns of rows may take while a plan is made.
+int64_t& kept_bytes();
+
 using RunMatmul = void (*)(const CsrMatmul&);
 
 at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y);

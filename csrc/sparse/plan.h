@@ -2,6 +2,7 @@
 // caller can give parts of the rows to threads.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <unordered_map>
@@ -71,6 +72,30 @@ class Symbolic {
   int64_t last_ = -1;          // the row that found_ is of
   std::vector<int64_t> seen_;  // the last row that had this column
   std::vector<I> found_;
+};
+
+// Columns of rows of a product, from where they are counted to where they have their place: as many rows as take that
+// many bytes; the others are worked out again. Threads may keep rows at the same time, each others'.
+template <typename I>
+class KeptColumns {
+ public:
+  KeptColumns(int64_t rows, int64_t most_bytes) : rows_(rows), room_(most_bytes / int64_t(sizeof(I))) {}
+
+  void keep(int64_t row, const std::vector<I>& columns) {
+    const auto count = int64_t(columns.size());
+    if (room_.fetch_sub(count) >= count)
+      rows_[row] = columns;
+    else
+      room_.fetch_add(count);
+  }
+  // Those of a row of so many; null if there was no room.
+  const std::vector<I>* find(int64_t row, int64_t count) const {
+    return int64_t(rows_[row].size()) == count ? &rows_[row] : nullptr;
+  }
+
+ private:
+  std::vector<std::vector<I>> rows_;
+  std::atomic<int64_t> room_;
 };
 
 // How the numeric phase computes a row of the product: see csr_matmul.h.

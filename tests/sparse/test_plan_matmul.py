@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
+from weft import _C
 from weft._sparse.reference import csr_matmul_reference
 from weft.sparse import (
     BatchedCSR,
@@ -397,6 +398,29 @@ def test_what_a_plan_for_a_gpu_shares(kind: str) -> None:
     assert (starts.numel() == 0) == (kind == "gather")
     patterns = [*plan._patterns[:4], *rows]
     assert torch.equal(torch.ops.weft.csr_matmul(patterns, a.values, b.values), plan(a, b).values)
+
+
+def test_columns_are_kept_while_there_is_memory_for_them() -> None:
+    kept = _C._testing.sparse_rows_kept
+    assert kept([3, 4, 0, 2, 1], 4 * 6) == [True, False, True, True, True]
+    assert kept([4, 2, 1], 4 * 6 + 3) == [True, True, False]
+    assert kept([1, 0], 0) == [False, True] and kept([], 1 << 40) == []
+
+
+@pytest.mark.parametrize("bytes", [0, 1 << 12, 1 << 20])
+def test_a_plan_is_the_same_whatever_columns_are_kept(bytes: int) -> None:
+    """None, some, or all of those that several threads find."""
+    torch.manual_seed(0)
+    a, b = (random_csr(1000, 1000, density=0.03) for _ in range(2))
+    patterns = (a._pattern.tensors, b._pattern.tensors)
+    want = torch.ops.weft.csr_matmul_plan(*patterns)
+    before = _C._testing.sparse_kept_bytes(bytes)
+    try:
+        found = torch.ops.weft.csr_matmul_plan(*patterns)
+    finally:
+        assert _C._testing.sparse_kept_bytes(before) == bytes
+    assert want[1].numel() > 1 << 17
+    assert all(torch.equal(f, w) for f, w in zip(found, want, strict=True))
 
 
 @pytest.mark.cuda
