@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,3 +283,19 @@ def check_host_memory_in_pieces(runtime: Runtime) -> None:
         assert 10 <= pinned <= 12, pinned
         off.close()
         assert runtime.calls("HostUnregister") >= pinned
+
+
+def check_host_memory_is_touched_first(runtime: Runtime) -> None:
+    """All of it, by several threads, before it is registered, which would touch it page by page."""
+
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    engine, size, held = offload(0)._engine, 46 << 20, []
+    x = torch.empty(size // 4, device="cuda")
+    for _ in range(4):  # each at another place between two ends of pieces
+        before = resident()
+        held.append(_C._testing.OffloadRoundTrip(engine, x, False, 0.0))
+        assert resident() - before > size - (1 << 20)
+    torch.cuda.synchronize()

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
-constexpr int64_t kTouched = 32 << 20;  // by several threads at once: less is not worth their start
+constexpr int64_t kTouched = 32 << 20;  // at most, by several threads at once: less is not worth their start
 
 int64_t page_size() {
   static const int64_t size = sysconf(_SC_PAGESIZE);
@@ -107,9 +107,8 @@ void* allocate_mapped(int64_t bytes, const Rest& rest, bool* given_up) {
       if (rest != nullptr) {
         touch_pages(piece, end);
       } else if (piece >= touched) {
-        const int64_t bytes = std::min<int64_t>(kTouched, data + size - piece);
-        touch(piece, bytes);
-        touched = piece + bytes;
+        touched = end + std::min<int64_t>(kTouched - kPinnedPiece, data + size - end);  // where a piece ends
+        touch(piece, touched - piece);
       }
       refused = cudaHostRegister(piece, size_t(end - piece), cudaHostRegisterPortable | cudaHostRegisterMapped) !=
                 cudaSuccess;
