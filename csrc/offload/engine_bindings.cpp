@@ -126,7 +126,8 @@ double density(const Record& record) {
 }
 
 // (operations, their seconds or None, operations of the forward, tensors, per tensor: bytes of its first save,
-// itemsize, whether it may move, whether its density is known). A tensor that was never read counts to the end.
+// itemsize, whether it may move, after how many of them it was saved again the last time, whether its density is
+// known). A tensor that was never read counts to the end.
 py::tuple timeline(const Tracker& tracker) {
   const int64_t forward = tracker.forward == 0 ? tracker.saves + 1 : tracker.forward;
   const int64_t operations = std::max(forward + tracker.reads, forward + 1);
@@ -138,7 +139,7 @@ py::tuple timeline(const Tracker& tracker) {
     tensors.append(py::make_tuple(r->uncounted ? 0 : r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
                                   r->first_read < 0 ? end : r->last_read, density(*r), r->itemsize));
     first.append(py::make_tuple(r->first_bytes, r->itemsize, r->reason == kBudget || r->reason == kPool || r->moved,
-                                !r->counts.empty()));
+                                r->saved_again, !r->counts.empty()));
   }
   return py::make_tuple(operations, times ? py::cast(*times) : py::none(), forward, tensors, first);
 }

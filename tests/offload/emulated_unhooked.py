@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from weft.offloading import Move, offload, simulate
 
-from tests.offload.emulated_steps import SIZE, Runtime, Save, Step, numbers
+from tests.offload.emulated_steps import SIZE, Runtime, Save, Step, memory, numbers
 
 BYTES = 4 * SIZE
 
@@ -56,6 +56,35 @@ def check_hooks_go_with_the_last_move(runtime: Runtime) -> None:
             report = off.report().to_dict()
             assert report["live_bytes"] == 0 and report["forward_seconds"] > 0
             assert off.timeline is not None and len(off.timeline.tensors) == 8  # of a use that had them to its end
+
+
+def check_what_moves_and_is_saved_again(runtime: Runtime) -> None:
+    """It stays nowhere: not on the device beside its copy, either, where that is behind the last move."""
+    for again, hooked in ((1, 3), (3, 5), (7, 8)):
+
+        def step(context) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+            data, seen, saved = numbers(8), [], []
+            y = torch.zeros(1, device="cuda", requires_grad=True)
+            with context:
+                for i, d in enumerate(data):
+                    saved.append(d.to("cuda", non_blocking=True))
+                    y = Save.apply(y, saved[-1], seen)
+                    if i == again:  # noqa: B023
+                        y = Save.apply(y, saved[1], seen)
+            return y, [*data[: again + 1], data[1], *data[again + 1 :]], seen  # noqa: B023
+
+        with planned(2):
+            off = offload(min_bytes=0, keep_last=0, compress=None)
+            for _ in range(10):
+                before = memory()
+                y, data, seen = step(off)
+                held = memory() - before
+                y.backward()
+                assert all(torch.equal(a, b) for a, b in zip(seen[::-1], data, strict=True))
+                del y
+                torch.cuda.synchronize()
+            assert off._latest.use.saves == hooked and off._latest.use.unhooked == (hooked < 8)
+            assert 6 * BYTES <= held < 7 * BYTES, held / BYTES
 
 
 def check_hooks_come_back(runtime: Runtime) -> None:

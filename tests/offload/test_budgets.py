@@ -23,7 +23,7 @@ from weft._offload import planning
 from weft._offload.memory import host_memory
 from weft._offload.pace import SHARES, Pace
 from weft._offload.planning import Memory, Planner
-from weft._offload.timelines import at_pace, timeline_of, with_densities
+from weft._offload.timelines import FirstSave, at_pace, timeline_of, with_densities
 from weft.offloading import Link, Saved, Timeline, offload
 
 from tests.offload.engines import (
@@ -120,7 +120,7 @@ def test_room_is_what_operations_and_the_codec_need(count: int) -> None:
     off._planner.engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 7 * bytes, close=lambda: None)
     saved = [Saved(4000, k, 2 * count - 1 - k) for k in range(count)]
     timeline = Timeline((1.0,) * (2 * count), count, tuple(saved))
-    planned = off._planner.planned(timeline, [(4000, 4, True)] * count, (), None, Link())
+    planned = off._planner.planned(timeline, [FirstSave(4000, 4, True)] * count, (), None, Link())
     assert len(planned.plan.moves) == count and planned.plan.peak_bytes <= 12000
 
 
@@ -245,7 +245,7 @@ def test_managed_memory_is_capped_and_goes_back() -> None:
 def test_the_codec_stays_away_where_its_memory_is_too_much() -> None:
     off = offload(8000, backend="reference", min_bytes=0, keep_last=0)
     saved = tuple(Saved(4000, k, 5 - k, density=0.25) for k in range(3))
-    timeline, first = Timeline((1.0,) * 6, 3, saved), [(4000, 4, True)] * 3
+    timeline, first = Timeline((1.0,) * 6, 3, saved), [FirstSave(4000, 4, True)] * 3
     for staging, compressed in ((100, True), (7000, False)):
         off._planner.engine = types.SimpleNamespace(
             staging=lambda bytes, itemsize, density, staging=staging: staging, close=lambda: None
@@ -267,7 +267,7 @@ def test_what_is_compressed_without_a_budget(codec: float, compress: str | None,
     timeline = Timeline((0.0, 0.01, 0.02, 0.0), 2, (Saved(size, 0, 3, None, 0.5),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_C.offload, "TransferPlan", lambda t, back, room, *unhooked: tensors.extend(t))
-        plan = off._planner.planned(timeline, [(size, 4, True)], (), None, link).plan
+        plan = off._planner.planned(timeline, [FirstSave(size, 4, True)], (), None, link).plan
     assert plan.forward_stall == plan.backward_stall == 0 and bool(plan.moves) == (share > 0)
     ((bytes, itemsize, moves, coded, density),) = tensors
     assert (bytes, itemsize, moves, density) == (size, 4, share > 0, 0.5) and coded == pytest.approx(share, abs=0.05)
@@ -364,7 +364,7 @@ def test_with_a_budget_times_are_those_of_uses_whose_every_operation_is_timed(
     )
 
 
-RAW = 4, [1.0] * 4, 2, [(8, 0, 3, 3, 1.0, 4)], [(8, 4, True, False)]
+RAW = 4, [1.0] * 4, 2, [(8, 0, 3, 3, 1.0, 4)], [(8, 4, True, 0, False)]
 """A use's timeline as the engine has it."""
 
 
@@ -465,13 +465,15 @@ def test_a_plan_ends_with_its_object() -> None:
     planner: list[Planner] = []
     engine = Engine(lambda: planner[0].close() or True)  # in the middle of a piece
     planner.append(Planner(engine, None, None, "copy", 0))
-    moves = planner[0].planned(timeline_of(RAW), [(8, 4, True)], (), None, Link()).plan.moves
+    moves = planner[0].planned(timeline_of(RAW), [FirstSave(8, 4, True)], (), None, Link()).plan.moves
     assert len(moves) == 1
     rest = functools.partial(planner[0]._rest, 3, Memory())
-    planner[0]._make(0, timeline_of(RAW), [(8, 4, True)], (), None, Link(), 1.0, rest)
+    planner[0]._make(0, timeline_of(RAW), [FirstSave(8, 4, True)], (), None, Link(), 1.0, rest)
     assert engine.asked == [8] and engine.closed
     engine = Engine(lambda: False)  # the system refuses
-    Planner(engine, None, None, "copy", 0)._make(0, timeline_of(RAW), [(8, 4, True)], (), None, None, 1.0, rest)
+    Planner(engine, None, None, "copy", 0)._make(
+        0, timeline_of(RAW), [FirstSave(8, 4, True)], (), None, None, 1.0, rest
+    )
     assert engine.asked == [8]
 
 

@@ -12,7 +12,7 @@ import pytest
 import weft
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weft._offload.timelines import without_hooks
+from weft._offload.timelines import FirstSave, without_hooks
 from weft.offloading import Link, Move, Plan, Saved, Timeline, plan, simulate
 
 UNIT = Link(1.0, 1.0)  # a byte per second: all times are integers, so that all comparisons are exact
@@ -639,4 +639,14 @@ def test_hooks_end_with_the_last_move(
 ) -> None:
     t = read_so(reads)
     made = simulate(t, [Move(i, t.forward + back) for i, back in moves])
-    assert without_hooks(t, made) == expected
+    assert without_hooks(t, made, [FirstSave(s.bytes, 4, True) for s in t.tensors]) == expected
+
+
+@pytest.mark.parametrize(("again", "hooked"), [(0, 2), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)])
+def test_hooks_stay_until_what_moves_is_not_saved_again(again: int, hooked: int) -> None:
+    """Behind `again` of 6 tensors, the last time; what stays may be saved again without hooks."""
+    t = read_so([5, 4, 3, 2, 1, 0])
+    first = [FirstSave(s.bytes, 4, True, 6 if i > 1 else again * i) for i, s in enumerate(t.tensors)]
+    made = simulate(t, [Move(1, t.forward + 4), Move(0, t.forward + 5)])
+    found = without_hooks(t, made, first)
+    assert found == ((hooked, 6 - hooked, sum(s.bytes for s in t.tensors[hooked:])) if hooked else (0, 0, 0))

@@ -225,7 +225,10 @@ std::shared_ptr<Block> Tracker::save(const at::Tensor& x, Range range, const Ver
   for (size_t i = 0; i < entry.blocks.size(); ++i) {
     Block* other = entry.blocks[i];
     if (other->resized(*key) || !other->version.same(version)) continue;
-    if (std::ranges::find(other->seen, range) != other->seen.end()) return other->shared_from_this();
+    if (std::ranges::find(other->seen, range) != other->seen.end()) {
+      other->record->saved_again = saves;
+      return other->shared_from_this();
+    }
     if (!std::ranges::any_of(other->runs, [&](const Range& r) { return r.overlaps(range); })) continue;
     if (block == nullptr)
       block = other->shared_from_this();
@@ -245,6 +248,7 @@ std::shared_ptr<Block> Tracker::save(const at::Tensor& x, Range range, const Ver
   if (created) block = create(x, range, version, entry, reason, uncounted);
   Block& b = *block;
   Record& record = *b.record;
+  if (!created) record.saved_again = saves;
   b.seen.push_back(range);
   record.bytes += bytes, record.tensors += 1;
   totals.saved_bytes += bytes, totals.saved_tensors += 1;
@@ -336,7 +340,8 @@ void Tracker::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
 
 std::shared_ptr<Block> Tracker::create(const at::Tensor& x, Range range, const VersionCheck& version, Entry& entry,
                                        Reason reason, bool uncounted) {
-  auto block = std::make_shared<Block>(use.shared_from_this(), *this, version, engine.mover->stream(residency.device));
+  auto block = std::allocate_shared<Block>(Recycled<Block>(), use.shared_from_this(), *this, version,
+                                           engine.mover->stream(residency.device));
   block->key = x.storage().unsafeGetStorageImpl();
   block->source = x.storage();
   block->dtype = x.scalar_type();
@@ -345,11 +350,11 @@ std::shared_ptr<Block> Tracker::create(const at::Tensor& x, Range range, const V
   block->runs = {range};
   if (reason == kBudget && range.size() < engine.settings.min_bytes) reason = kSmall;
   block->eligible = reason == kBudget;
-  block->record = std::make_shared<Record>(Record{.number = numbers++,
-                                                  .first_bytes = uncounted ? 0 : range.size(),
-                                                  .itemsize = int64_t(x.itemsize()),
-                                                  .reason = reason,
-                                                  .uncounted = uncounted});
+  block->record = std::allocate_shared<Record>(Recycled<Record>(), Record{.number = numbers++,
+                                                                          .first_bytes = uncounted ? 0 : range.size(),
+                                                                          .itemsize = int64_t(x.itemsize()),
+                                                                          .reason = reason,
+                                                                          .uncounted = uncounted});
   entry.blocks.push_back(block.get());
   latest.push_back(block->record);
   if (int64_t(latest.size()) > engine.settings.keep_last) latest.pop_front();

@@ -48,6 +48,7 @@
 #include <utility>
 #include <vector>
 
+#include "offload/tracker/recycled.h"
 #include "offload/transfer/mover.h"
 
 namespace weft::offload {
@@ -88,8 +89,8 @@ struct TransferPlan {
   std::vector<Expected> tensors;                  // in the order of their saves
   std::vector<std::pair<int64_t, int64_t>> back;  // (tensor, operation from which it may come back), in order
   int64_t room;                                   // most bytes that may be counted at once
-  // Where positive: after so many tensors, with the last move, hooks may go. Then those behind are what is read first,
-  // in so many operations, before anything comes back.
+  // Where positive: after so many tensors, when nothing that moves is saved any more, hooks may go. Then those behind
+  // are what is read first, in so many operations, before anything comes back.
   int64_t hooked = 0, unhooked_reads = 0, unhooked_bytes = 0;
 };
 
@@ -101,6 +102,7 @@ struct Record {
   bool moved = false, compressed = false, in_timeline = false;
   bool uncounted = false;                   // a parameter: outside of the budget, 0 bytes for the planner
   int64_t first_read = -1, last_read = -1;  // operations
+  int64_t saved_again = 0;                  // after so many tensors of the timeline, the last time
   std::vector<Count> counts;                // of non-zero elements
 };
 
@@ -210,6 +212,8 @@ struct Packed {
   Packed(const Packed&) = delete;
   Packed& operator=(const Packed&) = delete;
   ~Packed();
+  static void* operator new(size_t) { return Recycled<Packed>().allocate(1); }
+  static void operator delete(void* data) { Recycled<Packed>().deallocate(static_cast<Packed*>(data), 1); }
 
   VersionCheck version;
   at::Tensor tensor;                                   // only of a tensor that never moves
@@ -348,7 +352,9 @@ class Tracker {
   EventPtr boundary(bool important);
   Codec codec(bool compressed) const;
 
-  std::unordered_map<c10::StorageImpl*, Entry> entries_;
+  std::unordered_map<c10::StorageImpl*, Entry, std::hash<c10::StorageImpl*>, std::equal_to<c10::StorageImpl*>,
+                     Recycled<std::pair<c10::StorageImpl* const, Entry>>>
+      entries_;
   std::deque<std::weak_ptr<Block>> evictable_, moved_;
   std::vector<std::weak_ptr<Block>> planned_blocks_;
   std::shared_ptr<const TransferPlan> plan_;

@@ -17,9 +17,11 @@ from .. import _C
 from .pace import SHARES, Pace
 from .policy import Link, Plan, Timeline, plan_movable, simulate
 from .timelines import (
+    FirstSave,
     as_sparse,
     at_pace,
     close_rates,
+    first_saves,
     known_densities,
     same_times,
     timeline_of,
@@ -212,7 +214,7 @@ class Planner:
             for before in (old and (old.timeline, old.known), memory.counted.get(device)):
                 if before is not None:
                     timeline, known = with_densities(timeline, known, *before)
-            first = [entry[:3] for entry in raw[4]]
+            first = first_saves(raw)
             link = self.link(device, *copied.get(device, (0, 0, 0, 0)))
             if link is None and not self.yields:
                 link = self._measured(device)
@@ -285,7 +287,7 @@ class Planner:
         self,
         device: int,
         timeline: Timeline,
-        first: Sequence[tuple],
+        first: Sequence[FirstSave],
         signature: tuple,
         seconds: tuple[float, float] | None,
         link: Link | None,
@@ -314,7 +316,7 @@ class Planner:
     def planned(
         self,
         timeline: Timeline,
-        first: Sequence[tuple],
+        first: Sequence[FirstSave],
         signature: tuple,
         seconds: tuple[float, float] | None,
         link: Link,
@@ -323,7 +325,7 @@ class Planner:
         """A plan by the policy, for the tracker."""
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
-        movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
+        movable = [moves_any and saved.may_move and i < last for i, saved in enumerate(first)]
         # Without a budget the codec may slow compute only a little, and here its rate is unknown.
         unknown = self._budget is None and self._compress == "auto" and math.isinf(link.codec)
         codec = None if unknown else self._compress
@@ -345,11 +347,11 @@ class Planner:
             made = simulate(seen, early, room - staging, link=link)
         shares = {m.tensor: m.share if m.compressed else 0.0 for m in made.moves}
         tensors = [
-            (bytes, itemsize, i in shares, shares.get(i, 0.0), seen.tensors[i].density)
-            for i, (bytes, itemsize, _) in enumerate(first)
+            (saved.bytes, saved.itemsize, i in shares, shares.get(i, 0.0), seen.tensors[i].density)
+            for i, saved in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        unhooked = without_hooks(timeline, made) if self.yields else (0, 0, 0)
+        unhooked = without_hooks(timeline, made, first) if self.yields else (0, 0, 0)
         transfer_plan = _C.offload.TransferPlan(tensors, back, min(room, MOST), *unhooked)
         return Planned(timeline, signature, seconds, link, made, transfer_plan, share=share)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from .policy import Link, Plan, Saved, Timeline
 
@@ -15,6 +17,16 @@ _WORTH = 0.85
 """A tensor is compressed if that makes it smaller than this share of its size: the codec slows compute a little."""
 
 
+class FirstSave(NamedTuple):
+    """How a tensor of a timeline was saved first."""
+
+    bytes: int
+    itemsize: int
+    may_move: bool
+    again: int = 0
+    """Behind how many tensors it was saved again the last time."""
+
+
 def timeline_of(raw: tuple) -> Timeline:
     operations, seconds, forward, tensors, _ = raw
     return Timeline(
@@ -22,9 +34,13 @@ def timeline_of(raw: tuple) -> Timeline:
     )
 
 
+def first_saves(raw: tuple) -> list[FirstSave]:
+    return [FirstSave(*entry[:-1]) for entry in raw[4]]
+
+
 def known_densities(raw: tuple) -> tuple[bool, ...]:
     """Whether the use knows the density of each tensor."""
-    return tuple(entry[3] for entry in raw[4])
+    return tuple(entry[-1] for entry in raw[4])
 
 
 def at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
@@ -86,12 +102,13 @@ def close_rates(old: Link, new: Link) -> bool:
     return all(abs(a - b) <= _SAME_RATE * max(a, b) for a, b in pairs)
 
 
-def without_hooks(timeline: Timeline, plan: Plan) -> tuple[int, int, int]:
+def without_hooks(timeline: Timeline, plan: Plan, first: Sequence[FirstSave]) -> tuple[int, int, int]:
     """What the plan says of the tensors behind its last move: after how many tensors no hooks are needed, the reads of
     those behind, and their bytes. Zeros where hooks have to stay: what has none must be read first, before anything
-    comes back, so that the operations that follow are known."""
+    comes back, so that the operations that follow are known. What moves and is saved again needs them then, too, or it
+    would stay on its device."""
     tensors, end = timeline.tensors, len(timeline.seconds) - 1
-    least = max((m.tensor for m in plan.moves), default=0) + 1
+    least = max((max(m.tensor, first[m.tensor].again) for m in plan.moves), default=0) + 1
     back = min((m.prefetch for m in plan.moves), default=end)
     # A tensor that nobody read counts to the end.
     unread = [t.first_backward >= end for t in tensors]
