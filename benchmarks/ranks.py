@@ -41,7 +41,7 @@ from benchmarks.common import (
     run_entries,
     table_parser,
 )  # fmt: skip
-from benchmarks.links import put_link, time_gathers
+from benchmarks.links import SWEEPS, put_link, time_gathers
 from benchmarks.together import run_together
 
 RANKS = 8
@@ -51,7 +51,7 @@ PREDICTED_STEPS = 1 << 20
 def _gloo_member(rank: int, ranks: int, store: str, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    found = time_gathers(torch.device("cpu"))
+    found = time_gathers(torch.device("cpu"), 3 * SWEEPS)
     if rank == 0:
         answers.put(found)
     dist.barrier()
