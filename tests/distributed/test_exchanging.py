@@ -14,6 +14,7 @@ from weft._distributed.group import GroupRanks
 from weft._distributed.stand_in import StandIn
 
 from benchmarks.together.layers import one_after_the_other
+from tests.common import assert_close
 from tests.distributed.team import Team, dealt, device
 
 
@@ -135,3 +136,25 @@ def _compiled(rank: int) -> None:
 
 def test_compiled_directions(team: Team) -> None:
     team.run(_compiled)
+
+
+def _second(rank: int) -> None:
+    """Gradients of gradients through both directions."""
+    torch.manual_seed(5)
+    layer = weft.nn.MinGRU(3, 4, bidirectional=True, dtype=torch.float64, device=device())
+    sizes = dealt([5, 0, 4, 2])
+    whole = torch.randn(sum(sizes), 2, 3, dtype=torch.float64).to(device())
+    weight = torch.randn(sum(sizes), 2, 8, dtype=torch.float64).to(device())
+
+    def second(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad((layer(x)[0].square() * weight).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    want = second(whole, weight)
+    wd.shard_time(layer)
+    assert_close(second(whole.split(sizes)[rank], weight.split(sizes)[rank]), want.split(sizes)[rank], 1e-12)
+
+
+def test_gradients_of_gradients_of_both_directions(team: Team) -> None:
+    team.run(_second)
