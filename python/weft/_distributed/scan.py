@@ -116,9 +116,16 @@ def scan_slice(
     ranks: Ranks,
     reverse: bool = False,
     transpose: bool = False,
+    ends: bool = False,
 ) -> Scanned:
-    """:func:`linear_scan`, with the state at the slice's seam; outside of autocast."""
-    return _scanned([_whole(op, A, b, x0, Slice(ranks, reverse, transpose), False)])[0]
+    """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
+    with `ends`; outside of autocast."""
+    dtype, part = b.dtype, Slice(ranks, reverse, transpose)
+    A, b, x0 = _checked(op, A, b, x0, part)
+    if is_eager(A, b) and not _has_gradient(A, b, x0) and is_begun_and_finished(A, b, ranks, ends):
+        return Scanned(*run(ranks, begun_and_finished(A, b, x0, part))[:3])
+    states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
+    return Scanned(states if b.dtype == dtype else states.to(dtype), entered, end)
 
 
 def scan_layer(
@@ -126,28 +133,25 @@ def scan_layer(
 ) -> list[Scanned]:
     """The scans of a layer's directions, each of A, b, x0 and whether it is the reverse one, whose ends are
     differentiable: while the exchange of one is on its way, the other goes on, forward and backward."""
-    return _scanned([_whole(op, A, b, x0, Slice(ranks, reverse, False), True) for A, b, x0, reverse in directions])
+    if len(directions) == 1 or not is_eager(*(t for A, b, _, _ in directions for t in (A, b))):
+        return [scan_slice(op, A, b, x0, ranks, reverse, ends=True) for A, b, x0, reverse in directions]
+    parts = tuple(Slice(ranks, reverse, False) for *_, reverse in directions)
+    inputs = [_checked(op, A, b, x0, part) for (A, b, x0, _), part in zip(directions, parts, strict=True)]
+    found = _Directions.apply(parts, *(t for own in inputs for t in own))
+    results = (found[k : k + 3] for k in range(0, len(found), 3))
+    return [
+        Scanned(states.to(b.dtype), *seams) for (_, b, _, _), (states, *seams) in zip(directions, results, strict=True)
+    ]
 
 
-class _Whole(NamedTuple):
-    """A scan over slices, checked, in the dtype that it runs in."""
-
-    A: Tensor
-    b: Tensor
-    x0: Tensor | None
-    part: Slice
-    ends: bool
-    dtype: torch.dtype
-    """Of its states."""
-
-
-def _whole(op: str, A: Tensor, b: Tensor, x0: Tensor | None, part: Slice, ends: bool) -> _Whole:
+def _checked(op: str, A: Tensor, b: Tensor, x0: Tensor | None, part: Slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is scanned, in the dtype that it is scanned in."""
     ranks, reverse, transpose = part
     dtype = b.dtype
     if checks_ranks():
         check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
-    if part.order > 0 and x0 is not None and b.dim() == 3:
+    if x0 is not None and part.order > 0 and b.dim() == 3:
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
         _linear_scan(A[:0] if is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
@@ -159,25 +163,7 @@ def _whole(op: str, A: Tensor, b: Tensor, x0: Tensor | None, part: Slice, ends: 
                 raise TypeError(f"{op}: {name} must have the dtype of b, {dtype}, got {t.dtype}")
         if dtype == torch.float16 or not is_sliced_diagonal(A, b):
             A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
-    return _Whole(A, b, x0, part, ends, dtype)
-
-
-def _scanned(scans: Sequence[_Whole]) -> list[Scanned]:
-    eager = all(is_eager(s.A, s.b) for s in scans)
-    alike = all(is_begun_and_finished(s.A, s.b, s.part.ranks, s.ends) for s in scans)
-    if eager and alike and not any(_has_gradient(*s[:3]) for s in scans):
-        calls = [begun_and_finished(s.A, s.b, s.x0, s.part) for s in scans]
-        return [Scanned(*found[:3]) for found in run_together(scans[0].part.ranks, calls)]
-    if eager and len(scans) > 1:
-        tensors = [t for s in scans for t in s[:3]]
-        found = _Directions.apply(tuple(s.part for s in scans), *tensors)
-        results = [found[k : k + 3] for k in range(0, len(found), 3)]
-    else:
-        results = [_Scan.apply(*s[:3], None, s.part, s.ends) for s in scans]
-    return [
-        Scanned(states if states.dtype == s.dtype else states.to(s.dtype), *seams)
-        for s, (states, *seams) in zip(scans, results, strict=True)
-    ]
+    return A, b, x0
 
 
 def _has_gradient(*tensors: Tensor | None) -> bool:
@@ -218,8 +204,8 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor | None, grad_entered: Tensor | None, grad_end: Tensor | None) -> tuple:
         A, states, entered, products, x0 = ctx.saved_tensors
         part, wanted = ctx.part, ctx.needs_input_grad
-        grads = _gradients_that_came(states, entered, (grad, grad_entered, grad_end), ctx.ends)
-        has_x0, eager = x0 is not None, is_eager(A, grads[0])
+        grads, eager = _gradients_that_came(states, entered, (grad, grad_entered, grad_end), ctx.ends)
+        has_x0 = x0 is not None
         if torch.is_grad_enabled():
             found = _differentiable_gradients(*grads, A, states, entered, has_x0, part)
         elif eager:
@@ -258,7 +244,7 @@ class _Directions(torch.autograd.Function):
         calls, wanted, starts = [], [], []
         for number, part in enumerate(parts):
             A, x0, states, entered, products = saved[5 * number : 5 * number + 5]
-            grads = _gradients_that_came(states, entered, came[3 * number : 3 * number + 3], True)
+            grads, _ = _gradients_that_came(states, entered, came[3 * number : 3 * number + 3], True)
             wanted.append(ctx.needs_input_grad[3 * number + 1 : 3 * number + 4])
             starts.append(x0)
             if torch.is_grad_enabled():
@@ -276,8 +262,8 @@ class _Directions(torch.autograd.Function):
 
 def _gradients_that_came(
     states: Tensor, entered: Tensor, came: Sequence[Tensor | None], ends: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Those of the fields of Scanned, as the backward pass takes them."""
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], bool]:
+    """Those of the fields of Scanned, as the backward pass takes them, and whether it runs without the op."""
     grad, grad_entered, grad_end = came
     if grad is None:
         grad = torch.zeros_like(states)
@@ -285,9 +271,10 @@ def _gradients_that_came(
         grad_end = None
     elif grad_end is None:
         grad_end = torch.zeros_like(entered)
-    if grad_entered is None and (torch.is_grad_enabled() or not is_eager(states, grad)):
+    eager = is_eager(states, grad)
+    if grad_entered is None and (torch.is_grad_enabled() or not eager):
         grad_entered = torch.zeros_like(entered)
-    return grad, grad_entered, grad_end
+    return (grad, grad_entered, grad_end), eager
 
 
 def _wanted_gradients(
