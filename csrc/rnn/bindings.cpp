@@ -94,6 +94,8 @@ void bind_cuda(py::module_& m, py::module_& testing) {
       "Chunks of the chain of backward=\"scan\" on a GPU, and the microseconds that its launches, products, boundaries "
       "and replay are expected to take.",
       py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
+  m.def("slice_chunks", rnn_slice_chunks, "Chunks of time for rnn_slice_maps on a GPU that are expected to be fastest.",
+        py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
   m.def("slice_map_floats", rnn_slice_floats, "Floats that rnn_slice_maps keeps of a chunk and row on a GPU.",
         py::arg("cell"), py::arg("hidden"));
   testing.def("captured", &captured_count, "Tensors that CUDA graphs keep, of all rooms.");

@@ -55,6 +55,8 @@ std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& layer, bool b
 // How many chunks the chain of backward="scan" has for one direction in float, and what its stages are expected to
 // take.
 scan::Expected rnn_scan_expected(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch);
+// The same of a slice whose whole lies on many ranks, H <= 32.
+int rnn_slice_chunks(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch);
 // Floats of its map of a chunk and row of the batch, with the gradient that enters it.
 int64_t rnn_slice_floats(const std::string& cell, int64_t hidden);
 

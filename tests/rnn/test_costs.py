@@ -240,7 +240,12 @@ def test_stages_that_are_expected(monkeypatch):
         assert chunks > 1 and min(expected) > 0
         monkeypatch.setenv("WEFT_RNN_SCAN_CHUNKS", "1")
         assert weft._C.rnn.scan_expected(**sizes)[0] == 1 and weft._C.rnn.scan_expected(**sizes)[1][:3] == [0, 0, 0]
+        if hidden == 20:
+            assert weft._C.rnn.slice_chunks(**sizes) == 1
         monkeypatch.delenv("WEFT_RNN_SCAN_CHUNKS")
+        if hidden == 20:
+            assert 1 < weft._C.rnn.slice_chunks(**sizes) <= 2500
+            assert weft._C.rnn.slice_chunks(**sizes | {"steps": 3}) == 1
         for half in (False, True):
             sizes = {"device": 0, "half": half, "hidden": hidden, "batch": 1}
             chunks, expected = weft._C.scan.linear_scan_expected(**sizes, steps=10_000)

@@ -24,7 +24,7 @@ def slice_chunks(device: torch.device, cell: str, steps: int, batch: int, hidden
 
 
 def _expected(index: int, cell: str, steps: int, batch: int, hidden: int) -> int:
-    return min(steps, _C.rnn.scan_expected(index, cell, hidden, steps, batch)[0])
+    return _C.rnn.slice_chunks(index, cell, hidden, steps, batch)
 
 
 def slice_map_floats(device: torch.device, cell: str, hidden: int) -> int:

@@ -533,12 +533,24 @@ int64_t rnn_slice_floats(const std::string& cell, int64_t hidden) {
   return scan_slice_floats(parse_cell("weft::rnn", c10::string_view(cell.data(), cell.size())), hidden);
 }
 
+namespace {
+
+ScanShape sequence(const std::string& cell, int hidden, int64_t steps, int64_t batch) {
+  return {parse_cell("weft::rnn", c10::string_view(cell.data(), cell.size())), steps, batch, hidden, /*reverse=*/false};
+}
+
+}  // namespace
+
 scan::Expected rnn_scan_expected(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  const ScanShape shape{parse_cell("weft::rnn", c10::string_view(cell.data(), cell.size())), steps, batch, hidden,
-                        /*reverse=*/false};
+  const ScanShape shape = sequence(cell, hidden, steps, batch);
   const int chunks = scan_chunks(shape);
   return {chunks, scan_stages(shape, chunks)};
+}
+
+int rnn_slice_chunks(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  return scan_slice_chunks(sequence(cell, hidden, steps, batch));
 }
 
 }  // namespace weft::rnn

@@ -87,6 +87,8 @@ void scan_gates(const ScanShape& shape, double* gates, double* entering, cudaStr
 // The number of chunks that a cost model expects to be fastest; 1 is the sequential recurrence. double always runs as
 // one, and holds H <= kWarpHidden; float holds scan_max_hidden.
 int scan_chunks(const ScanShape& shape);
+// The same of a slice whose whole lies on many ranks, H <= kWarpHidden: its first chunk has a map, too.
+int scan_slice_chunks(const ScanShape& shape);
 scan::Stages scan_stages(const ScanShape& shape, int chunks);
 int64_t scan_chain_workspace(const ScanShape& shape, int chunks);
 void scan_chain(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream);

@@ -87,7 +87,7 @@ struct WarpCosts {
 
 constexpr int64_t kMostChunks = 4096;
 
-scan::Stages warp_stages(const ScanShape& shape, int64_t chunks) {
+scan::Stages warp_stages(const ScanShape& shape, int64_t chunks, bool of_slice = false) {
   const Products& products = products_of(shape);
   const auto& costs = costs_here<WarpCosts>();
   const StageCosts& cost = costs.of(shape);
@@ -95,8 +95,9 @@ scan::Stages warp_stages(const ScanShape& shape, int64_t chunks) {
   const double pairs = double(chunks) * shape.B;
   scan::Stages stages;
   stages.replay = length * scan::step_time(pairs, warps, cost.replay, cost.replay_each, 16);
-  if (chunks == 1) return stages;
-  const double blocks = std::ceil((pairs - shape.B) * products.blocks_per_pair);
+  if (chunks == 1 && !of_slice) return stages;
+  double blocks = std::ceil((pairs - shape.B) * products.blocks_per_pair);
+  if (of_slice) blocks += std::ceil(shape.B * products.blocks_per_pair);
   stages.launches = costs.launches;
   stages.products = length * scan::step_time(blocks, warps, cost.product, cost.product_each, products.resident);
   stages.boundaries = double(chunks) * cost.boundary;
@@ -124,6 +125,19 @@ int scan_chunks(const ScanShape& shape) {
   const auto time = [&](int64_t chunks) { return warp_stages(shape, chunks).us(); };
   const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
   return int(scan::cheapest_chunks(most, shape.B, scan::schedulers(), products_of(shape).blocks_per_pair, time));
+}
+
+int scan_slice_chunks(const ScanShape& shape) {
+  if (const char* forced = std::getenv("WEFT_RNN_SCAN_CHUNKS"); forced && *forced) return scan_chunks(shape);
+  // The time goes up in stairs, and the first chunk's maps end them where no rule for a whole looks.
+  const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
+  int64_t best = 1;
+  double least = warp_stages(shape, 1, true).us();
+  for (int64_t chunks = 2; chunks <= most; ++chunks) {
+    const double time = warp_stages(shape, chunks, true).us();
+    if (time < least) best = chunks, least = time;
+  }
+  return int(best);
 }
 
 int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {

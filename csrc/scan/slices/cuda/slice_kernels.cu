@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
@@ -26,7 +27,9 @@
 namespace weft::scan {
 namespace {
 
-constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8, kRowThreads = 256;
+constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8, kRowThreads = 256, kMostRowThreads = 1024;
+// Of a row's states that lie in shared memory.
+constexpr int64_t kNearStates = 512;
 // Of a warp between two meetings, as many as there are registers for.
 template <typename T, int kWarps = kFewWarps>
 constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
@@ -102,17 +105,19 @@ __global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ 
   if (channel < s.B * s.H) carry_back_between_slices<T>(s, channel);
 }
 
-// A batch row of a dense scan, by a block. A warp takes a row of a rank's product; the first batch row writes a product
-// that all share.
+// A batch row of a dense scan, by a block. A warp takes a row of a rank's product, all of them at once where there are
+// warps enough; the first batch row writes a product that all share. `states` has those of all rows, where a row's do
+// not lie in shared memory.
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kMostRowThreads)
     row_states_kernel(const __grid_constant__ SliceStates s, double* states) {
   using Number = typename Packed<T>::Number;
   const int64_t row = blockIdx.x, H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const bool writes = s.matrices > 1 || row == 0;
-  double *state = states + row * 2 * H, *next = state + H;
-  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) {
+  double* state = states ? states + row * 2 * H : reinterpret_cast<double*>(dynamic_shared_memory());
+  double* next = state + H;
+  for (int64_t h = threadIdx.x; h < H; h += blockDim.x) {
     double sum = 0;
     for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
       T share;
@@ -126,10 +131,10 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int64_t i = 0; i < s.ranks; ++i) {
     const Number* const message = s.message<Number>(i);
     if (i == s.order) {
-      for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.entered)[row * H + h] = T(state[h]);
+      for (int64_t h = threadIdx.x; h < H; h += blockDim.x) static_cast<T*>(s.entered)[row * H + h] = T(state[h]);
       if (row == 0 && threadIdx.x == 0) *s.came = came;
     }
-    for (int64_t r = warp; r < H; r += kRowThreads / kLanes) {
+    for (int64_t r = warp; r < H; r += blockDim.x / kLanes) {
       double sum = 0;
       for (int64_t c = lane; c < H; c += kLanes) {
         const double product = came ? unpack_product<T>(message[of_row + r * H + c]) : 0.0;
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(kRowThreads)
     state = next, next = other;
     came = came || message[numbers + s.B * H] != 0;
   }
-  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.end)[row * H + h] = T(state[h]);
+  for (int64_t h = threadIdx.x; h < H; h += blockDim.x) static_cast<T*>(s.end)[row * H + h] = T(state[h]);
 }
 
 // The way back. Threads share a column where there are fewer of these.
@@ -356,8 +361,11 @@ void slice_states_cuda(const SliceStates& s, const Workspace& workspace, cudaStr
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
     if (s.matrices > 0) {
-      double* const states = static_cast<double*>(workspace(size_t(2 * s.B * s.H) * sizeof(double)));
-      return launch("slice_states", row_states_kernel<T>, Grid(s.B), kRowThreads, 0, stream, s, states);
+      const bool near = 2 * s.H <= kNearStates;
+      const size_t of_row = size_t(2 * s.H) * sizeof(double);
+      double* const states = near ? nullptr : static_cast<double*>(workspace(size_t(s.B) * of_row));
+      const int threads = int(std::clamp<int64_t>(s.H * kLanes, kRowThreads, kMostRowThreads));
+      return launch("slice_states", row_states_kernel<T>, Grid(s.B), threads, near ? of_row : 0, stream, s, states);
     }
     launch("slice_states", states_kernel<T>, Grid(ceil_div(s.B * s.H, int64_t(128))), 128, 0, stream, s);
   });
