@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,18 +11,16 @@ import torch
 import weft
 from weft import _build_info, info
 
+from tests.fresh import python
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "weft.info", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """What `python -m weft.info` prints."""
+    command = f"import runpy, sys; sys.argv[1:] = {arguments}; runpy.run_module('weft.info', run_name='__main__')"
+    done = python(command, **environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

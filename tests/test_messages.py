@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import weft
@@ -12,6 +9,7 @@ from torch import nn
 from weft.nn import GRU, MinGRU, ParaGRU
 from weft.scan import ScanSequential, linear_scan, pointwise_scan
 
+from tests.fresh import python
 from tests.messages import CELLS, GRAPHS, LAYERS, TORCHS, Cell, refused, x
 
 
@@ -108,8 +106,7 @@ def test_nothing_to_accelerate():
 
 def test_modules_that_are_imported_later():
     script = "import weft; print(weft.distributed.slice_sizes(3, 2))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[2, 1]"
+    assert python(script).stdout.strip() == "[2, 1]"
     assert weft.info.collect() and {"distributed", "info"} <= {*dir(weft)}
     script = (
         "import torch, weft; torch.distributed.is_available = lambda: False\n"
@@ -117,8 +114,7 @@ def test_modules_that_are_imported_later():
         "try: weft.distributed\n"
         "except AttributeError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    there, error = done.stdout.splitlines()
+    there, error = python(script).stdout.splitlines()
     assert there == "False True" and error.endswith("'distributed': this torch is built without torch.distributed")
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'GRU'"):
         weft.GRU  # noqa: B018

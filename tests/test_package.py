@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 import weft
 
+from tests.fresh import python
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
 
 
 def test_import_needs_only_torch():

@@ -18,6 +18,8 @@ import torch
 import weft
 from weft import _C, _ops
 
+from tests import fresh
+
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = "jit/probe.jit.cu"
 ARCH = 90
@@ -221,7 +223,7 @@ def test_without_nvrtc_everything_else_works(library):
 @needs_nvrtc
 def test_nvrtc_is_found_where_it_is_said_to_be():
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libnvrtc.so" in line}
-    done = python("from weft import _C; print(_C.jit.why_unavailable())", WEFT_NVRTC=loaded.pop())
+    done = fresh.python("from weft import _C; print(_C.jit.why_unavailable())", WEFT_NVRTC=loaded.pop())
     assert done.stdout.strip() == "None", done.stderr
 
 

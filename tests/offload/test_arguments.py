@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import weft
 from torch import Tensor, nn
 from weft.offloading import offload
 
+from tests.fresh import python
 from tests.offload.engines import everything, numbers
 
 
@@ -126,5 +125,5 @@ def test_one_warning_without_cuda() -> None:
         "        with weft.offload(0, backend=backend): torch.randn(9, requires_grad=True).exp().sum().backward()\n"
         "assert [w.category for w in seen] == [UserWarning], [str(w.message) for w in seen]\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    run = python(script)
     assert run.returncode == 0, run.stderr

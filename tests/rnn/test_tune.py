@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from weft._rnn.select import choice, tuned
 from weft._rnn.select.case import Case
 
 from tests.common import DEVICES, tuning_cache
+from tests.fresh import python
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -254,8 +253,7 @@ def test_other_processes_read_it(clock, cache):
         f"import torch, weft; torch.set_num_threads({torch.get_num_threads()}); "
         "print(weft.explain(weft.nn.GRU(3, 8), torch.randn(20, 5, 3)).algorithm)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["torch"]
+    assert python(code).stdout.split() == ["torch"]
     assert [f.name for f in (cache / weft.__version__).iterdir()] == ["tune.json"]
 
 

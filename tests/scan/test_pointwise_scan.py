@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from weft._scan import newton, step_trace
 from weft.scan import newton_report, pointwise_scan, pointwise_scan_reference
 
 from tests.common import relative_error
+from tests.fresh import python
 from tests.scan.pointwise_steps import STEPS, StepCase, arguments
 
 ALGORITHMS = ("auto", "walk", "newton", "reference")
@@ -281,8 +280,8 @@ print(*(name for name in ("torch.distributed.tensor", "torch._dynamo", "sympy") 
 
 def test_a_first_trace_imports_nothing_slow():
     """What torch imports before it dispatches to Python for the first time takes seconds."""
-    run = subprocess.run([sys.executable, "-c", _FIRST_TRACE], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == []
+    run = python(_FIRST_TRACE)
+    assert run.returncode == 0 and run.stdout.split() == [], run.stderr
 
 
 def test_detach_stops_the_gradient():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from weft._vertex.calls import prepare
 from weft.vertex import models
 
 from tests.common import relative_error
+from tests.fresh import python
 from tests.vertex.cells import (
     GRAPHS,
     NETS,
@@ -101,9 +99,8 @@ def test_programs_and_schedules_are_plain_data(tmp_path):
         "    with torch.no_grad(): found = torch.ops.weft.vertex_frontiers(*args)\n"
         "    assert len(found) == len(results) and all(map(torch.equal, found, results))"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_exported_program_is_copied_and_saved():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from weft._vertex.runtime import persistent
 from weft.vertex import models
 
 from tests.common import tuning_cache
+from tests.fresh import python
 from tests.vertex.cells import BINARY, GRAPHS, cell, devices, rows
 
 cache = tuning_cache(tuning)
@@ -138,8 +137,7 @@ def test_other_processes_read_it(clock, cache):
         "g = weft.Graphs.from_children([[[], [], [0, 1]]]); "
         "print(weft.explain(weft.vertex.models.TreeLSTM(3, 4), g, torch.randn(3, 3)).executor)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["reference"]
+    assert python(code).stdout.split() == ["reference"]
     assert [f.name for f in (cache / weft.__version__).iterdir()] == ["tune_vertex.json"]
 
 
