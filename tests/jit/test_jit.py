@@ -48,6 +48,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Where several run at once, or the loader is to see all of it; else tests.fresh."""
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
@@ -59,7 +60,7 @@ def compile_elsewhere(*all_defines: list[str]) -> list[str]:
         "import json, sys; from weft import _C\n"
         f"print(json.dumps([_C._testing.jit_compile({PROBE!r}, d, {ARCH})[1] for d in {list(all_defines)!r}]))"
     )
-    done = python(code)
+    done = fresh.python(code)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -212,7 +213,7 @@ def test_without_nvrtc_everything_else_works(library):
         f"try: _C._testing.jit_compile({PROBE!r}, [], {ARCH})\n"
         "except RuntimeError as error: print(json.dumps([_C.jit.why_unavailable(), str(error), info.collect()]))"
     )
-    done = python(code, WEFT_NVRTC=library)
+    done = fresh.python(code, WEFT_NVRTC=library)
     assert done.returncode == 0, done.stderr
     why, error, facts = json.loads(done.stdout)
     assert library in why or "libnvrtc has no nvrtcVersion" in why
