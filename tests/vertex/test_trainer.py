@@ -72,6 +72,23 @@ def test_heads(head, loss, at, optimizer, device):
 
 
 @devices
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_hooks_of_the_cell(loss, device):
+    cell = models.TreeLSTM(X, H).to(device)
+    for hook in (lambda *_: None, lambda _cell, _arguments, y: y[:, :3] * 2):  # and y may have another shape
+        cell.register_forward_hook(hook)
+    twin = copy.deepcopy(cell)
+    optimizer, other = (torch.optim.SGD(c.parameters(), 0.1) for c in (cell, twin))
+    trainer = Trainer(cell, optimizer, loss)
+    for graphs, x, targets in batches(tree_lstm, 3, device, loss, width=3):
+        wanted = targets % 3 if loss == "cross_entropy" else targets
+        trainer.step(graphs, x, wanted)
+        lost = loop_step(twin, other, graphs, x, wanted, loss=loss)
+        assert trainer.sync() == pytest.approx(lost, rel=1e-5)
+    assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
+
+
+@devices
 @pytest.mark.parametrize("ignore_index", [-100, 2, 99])
 def test_ignore_index(ignore_index, device):
     data = batches(tree_lstm, 5, device)

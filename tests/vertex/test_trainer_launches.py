@@ -306,7 +306,7 @@ def test_a_learning_rate_in_a_tensor_is_read_at_each_step(emulated):
     assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("where", ["parameter", "head", "step", "accumulated"])
+@pytest.mark.parametrize("where", ["parameter", "head", "cell", "step", "accumulated"])
 def test_hooks_that_come_between_steps_run(where, emulated):
     cell, head, seen = models.TreeLSTM(X, H), nn.Linear(H, C), []
     optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1)
@@ -320,6 +320,8 @@ def test_hooks_that_come_between_steps_run(where, emulated):
                 cell.U.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p))
             elif where == "head":
                 head.register_forward_hook(lambda *_: seen.append(0))
+            elif where == "cell":
+                cell.register_forward_hook(lambda *_: seen.append(0))
             else:
                 optimizer.register_step_post_hook(lambda *_: seen.append(0))
         trainer.step(*batch)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from .._base.torch_private import has_hooks
+from .._base.torch_private import GLOBAL_HOOKS, has_hooks
 from .._C import vertex as _C
 from .calls import EXECUTORS, prepare, ready, whole
 from .explain import Explanation, explanation
@@ -246,9 +246,10 @@ class Trainer:
                 raise RuntimeError(f"Trainer: the head is on {p.device}, the cell on {call.device}")
         rows = graphs.num_graphs if self.at == "roots" else graphs.num_vertices
         (output,) = call.outputs
-        if self.head is None:
+        cell_is_plain = not _module_hooks(self.cell)
+        if self.head is None and cell_is_plain:
             self._check_targets((rows, *output.shape), output.dtype, targets)
-        elif self._plain_linear():
+        elif self._plain_linear() and cell_is_plain:
             last = output.shape[-1] if output.shape else 0
             if last != self.head.in_features:
                 features = self.head.in_features
@@ -277,10 +278,7 @@ class Trainer:
 
     def _plain_linear(self) -> bool:
         """Whether the head is a Linear that does nothing else."""
-        head = self.head
-        if type(head) is not nn.Linear:
-            return False
-        return not any(map(head.__dict__.__getitem__, HOOKS))
+        return type(self.head) is nn.Linear and not _module_hooks(self.head)
 
     # The loop.
 
@@ -331,7 +329,10 @@ class Trainer:
 
     def _scores(self, call: Ready, graphs: Graphs) -> Tensor:
         """y. Where rows of the head stay apart, only those that count go through it."""
-        (output,) = call.run()
+        if _module_hooks(self.cell):
+            output = self.cell(graphs, call.rows, executor=self.executor)
+        else:
+            (output,) = call.run()
         head = self.head if self.head is not None else _same
         if self.at == "vertices":
             return head(output)
@@ -389,6 +390,8 @@ class Trainer:
         for x in call.rows.values():
             if x.requires_grad:
                 return "an input requires grad"
+        if _module_hooks(self.cell):
+            return "the cell has hooks"
         if self.head is not None and not self._plain_linear():
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
         if torch.is_autocast_enabled(call.device.type):
@@ -649,6 +652,11 @@ def _load(device: torch.device) -> None:
     bad = (flag != 0).any()
     torch.where(bad, x, x, out=x)
     torch.maximum(flag, bad, out=flag)
+
+
+def _module_hooks(module: nn.Module) -> bool:
+    """Whether something else happens in its call."""
+    return any(map(module.__dict__.__getitem__, HOOKS)) or any(GLOBAL_HOOKS)
 
 
 def _same(x: Tensor) -> Tensor:
