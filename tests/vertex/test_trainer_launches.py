@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import weft
@@ -291,10 +292,11 @@ def test_what_changes_between_steps_counts_in_the_next(name, change, emulated):
         check_states(optimizer, other, 10 * BOUND)
 
 
-def test_a_learning_rate_in_a_tensor_is_read_at_each_step(emulated):
+@pytest.mark.parametrize("make", [lambda: torch.tensor(0.1), lambda: np.array(0.1)])
+def test_a_learning_rate_that_changes_in_place_is_read_at_each_step(make, emulated):
     cell = models.TreeLSTM(X, C)
     twin = copy.deepcopy(cell)
-    optimizer, other = (torch.optim.SGD(c.parameters(), torch.tensor(0.1), foreach=False) for c in (cell, twin))
+    optimizer, other = (torch.optim.SGD(c.parameters(), make(), foreach=False) for c in (cell, twin))
     trainer = Trainer(cell, optimizer)
     for batch in batches(tree_lstm, 6):
         assert weft.explain(trainer, *batch[:2]).one_kernel
@@ -302,7 +304,7 @@ def test_a_learning_rate_in_a_tensor_is_read_at_each_step(emulated):
         loop_step(twin, other, *batch)
         trainer.sync()
         for o in (optimizer, other):
-            o.param_groups[0]["lr"].mul_(0.5)
+            o.param_groups[0]["lr"] *= 0.5
     assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
 
 

@@ -107,7 +107,7 @@ struct Run {
     const at::ScalarType type = scalar_type(b.dtype);
     TORCH_CHECK(t.device() == device, kOp, ": ", name, " ", index, " must be on ", device, ", got ", t.device());
     TORCH_CHECK_TYPE(t.is_floating_point(), kOp, ": ", name, " ", index, " must be ", type, ", got ", t.scalar_type());
-    return t.to(type);
+    return t.scalar_type() == type ? t : t.to(type);
   }
 
   int64_t rows(const Buffer& b) const {
@@ -143,7 +143,7 @@ struct Run {
     at::Tensor t = cast(list[b.index], b, name, b.index);
     TORCH_CHECK_VALUE(t.numel() == rows(b) * b.width && (b.space == Space::kVector || t.dim() == 2), kOp, ": ", name,
                       " ", b.index, " must have ", rows(b), " rows of ", b.width, ", got ", t.sizes());
-    if (b.space == Space::kVector) return t.reshape({1, b.width}).contiguous();
+    if (b.space == Space::kVector) return t.contiguous();  // of any shape: its one row has no stride
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 

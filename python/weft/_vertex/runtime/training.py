@@ -204,6 +204,9 @@ class _Known(NamedTuple):
         )
 
 
+_LASTING = (bool, int, float, str, type(None))
+
+
 class _Options(NamedTuple):
     """Hyperparameters, and what else might happen in a step, as they were."""
 
@@ -214,19 +217,21 @@ class _Options(NamedTuple):
     step: object
     """``optimizer.step`` where it is another than the class's."""
     lasting: bool
-    """Whether none is a tensor, whose value may be another one each time."""
+    """Whether none can change its value and be the same object, as tensors and arrays can; else they never hold."""
 
     def hold(self, optimizer: Optimizer) -> bool:
         same = optimizer.__dict__.get("step") is self.step and optimizer.param_groups is self.groups
-        return same and self.snapshot.holds(optimizer)
+        return self.lasting and same and self.snapshot.holds(optimizer)
 
     @staticmethod
     def of(optimizer: Optimizer) -> _Options:
         groups, hooks = optimizer.param_groups, [*step_hooks(optimizer)]
-        values = [v for group in groups for v in (*group.values(), *group.get("betas", ()))]
+        values = [v for group in groups for key, v in group.items() if key not in ("params", "betas")]
         parameters = _parameters(optimizer)
         held = [optimizer, hooks, parameters, [*groups], [(group, [*group], [*group.values()]) for group in groups]]
-        lasting = not any(isinstance(v, Tensor) for v in values)
+        betas = [group["betas"] for group in groups if "betas" in group]
+        lasting = all(type(v) in _LASTING for v in (*values, *(beta for pair in betas for beta in pair)))
+        lasting = lasting and all(type(pair) is tuple for pair in betas)
         lists = [groups, *(group["params"] for group in groups)]
         snapshot = _C.Snapshot([optimizer], groups, hooks, [], lists, parameters)
         return _Options(snapshot, held, groups, optimizer.__dict__.get("step"), lasting)
