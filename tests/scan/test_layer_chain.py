@@ -206,6 +206,32 @@ def test_hooks_other_types_and_registered_layers_take_their_own_way(device: str)
 
 
 @device
+@pytest.mark.parametrize("where", ["after", "before", "gradient", "arriving", "nested", "any module"])
+def test_hooks_that_change_something(where: str, device: str) -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 4)), nn.Tanh()).to(device)
+    scan = ScanSequential(*copy.deepcopy(plain))
+    handles = []
+    for net in (plain, scan):
+        if where == "after":
+            net[0].register_forward_hook(lambda m, i, o: 2 * o)
+        elif where == "before":
+            net[1][1].register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+        elif where == "gradient":
+            net[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
+        elif where == "arriving":
+            net[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 3,))
+        elif where == "nested":
+            net[1].register_forward_hook(lambda m, i, o: 2 * o)
+    if where == "any module":
+        handles.append(nn.modules.module.register_module_forward_hook(lambda m, i, o: 2 * o))
+    try:
+        check(plain, scan, torch.randn(3, 6, device=device, requires_grad=True))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@device
 def test_what_a_layer_keeps_may_not_change(device: str) -> None:
     net = ScanSequential(nn.Linear(3, 3), nn.ReLU()).to(device)
     for change in ("weight", "output", "input"):

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from .._base.torch_private import GLOBAL_HOOKS, any_autocast, differentiated_by_transform, in_transform, keeps_graph
 from .._sparse import (
@@ -37,6 +40,8 @@ from .layer_chain import (
 from .schedule import levels_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+_MAKE_WEIGHTS = (BasePruningMethod, WeightNorm, SpectralNorm)
+"""Hooks before a layer that leave what goes in and comes out as it is."""
 
 
 class Record(NamedTuple):
@@ -138,6 +143,21 @@ def _as_in_forward(records: list[Record]) -> Iterator[None]:
 
 def layers_of(net: nn.Module) -> list[nn.Module]:
     return [module for _, module in unrolled(net)]
+
+
+def _hooked(net: nn.Module) -> bool:
+    """Whether hooks may change what goes into a part, what comes out or its gradients: no Jacobian knows of that."""
+    for module in net._modules.values():
+        if module is None:
+            continue
+        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return True
+        before = module._forward_pre_hooks
+        if before and not all(isinstance(hook, _MAKE_WEIGHTS) for hook in before.values()):
+            return True
+        if module._modules and _hooked(module):
+            return True
+    return False
 
 
 def run(
@@ -242,7 +262,7 @@ def _case(net: ScanSequential, input: Tensor) -> tuple:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, net: ScanSequential, layers: list[nn.Module], input: Tensor, *parameters: Tensor) -> Tensor:
-        direct = not (torch.compiler.is_compiling() or any_autocast() or any(GLOBAL_HOOKS))
+        direct = not (torch.compiler.is_compiling() or any_autocast())
         ctx.kept = _kept.setdefault(net, _Kept()) if direct else None
         ctx.zeros = Zeros.ask([layers[i] for i in ctx.kept.pruned if i < len(layers)]) if direct and net.prune else None
         left = ctx.kept.left if direct and net.schedule == "auto" else None
@@ -394,7 +414,9 @@ class ScanSequential(nn.Sequential):
     Forward gives the same values and draws the same random numbers as ``nn.Sequential``; so do the gradients, up to
     rounding: all gradients along the chain, as by ``chain_backward``, then the parameters', which no longer wait for
     each other: those of small layers together, the others by each layer's own autograd.
-    Without gradients to compute, under ``torch.func`` and in forward mode it is ``nn.Sequential``, whatever the layers.
+    Without gradients to compute, under ``torch.func`` and in forward mode it is ``nn.Sequential``, whatever the layers;
+    so it is where modules inside have hooks, which may change what no Jacobian knows of. Those of torch's pruning,
+    weight norm and spectral norm do not.
 
     Raises, in a forward pass with gradients to compute:
         TypeError: a layer without a known Jacobian, named by its position and type.
@@ -435,6 +457,8 @@ class ScanSequential(nn.Sequential):
         check_layers(layers)
         if input.dim() == 0:
             raise ValueError("ScanSequential: input must have the batch first, got ()")
+        if any(GLOBAL_HOOKS) or _hooked(self):
+            return super().forward(input)
         if self.schedule == "auto" and not torch.compiler.is_compiling():
             kept = _kept.get(self)
             if kept is not None and kept.left.whole.get(_case(self, input)):
