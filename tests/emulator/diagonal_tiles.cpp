@@ -83,7 +83,7 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   unsigned long long counter = 0;
   tiles.slots = 1;
   if (tiles.chunks > 1 || all > blocks) {
-    tiles.slots = S::kSlots;
+    tiles.slots = kSlots;
     tiles.counter = &counter;
     tiles.status = statuses.data();
     tiles.words = words.data();

@@ -13,7 +13,6 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -45,14 +44,15 @@ struct Warp {
   int turn[32] = {};
 };
 
-// An mbarrier whose phase ends when so many arrivals and all expected bytes are there.
+// An mbarrier whose phase ends when one arrival and all expected bytes are there.
 struct Arrivals {
-  int count, pending = count;
+  bool initialised = false;
+  int pending = 1;
   long bytes = 0;
   unsigned phase = 0;
-  std::vector<Fiber*> waiting;
-  void advance();
-  void wait(unsigned parity);
+  void advance() {
+    if (pending == 0 && bytes == 0) ++phase, pending = 1;
+  }
 };
 
 struct Block;
@@ -66,8 +66,9 @@ struct Block {
   std::vector<unsigned char> storage;
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
-  std::map<uint32_t, Arrivals> arrivals;  // by their addresses, once they are initialised
-  Meeting meeting, others[16];            // of all threads, and of those that name a barrier
+  uint32_t arrivals_at = 0;  // of the first of two, 0 before it is initialised
+  Arrivals arrivals[2];
+  Meeting meeting, others[16];  // of all threads, and of those that name a barrier
   std::vector<std::unique_ptr<Warp>> warps;
   int running = 0;
   double speed = 1;
@@ -105,18 +106,6 @@ inline void meet(Meeting& m) {
   m.waiting.clear();
   yield();
 }
-inline void Arrivals::advance() {
-  if (pending != 0 || bytes != 0) return;
-  ++phase, pending = count;
-  runnable.insert(runnable.end(), waiting.begin(), waiting.end());
-  waiting.clear();
-}
-inline void Arrivals::wait(unsigned parity) {
-  while ((phase & 1) == parity) {
-    waiting.push_back(current);
-    leave();
-  }
-}
 
 using Brought = const uint32_t (*)[kWords];
 // What every lane of the warp has brought.
@@ -146,9 +135,10 @@ inline Block& block_at(uint32_t address) {
   return *blocks[rank - 1];
 }
 inline Arrivals& arrivals_at(Block& block, uint32_t address) {
-  const auto found = block.arrivals.find(address & ((1u << kRankBits) - 1));
-  if (found == block.arrivals.end()) fail("no barrier at this address");
-  return found->second;
+  const uint32_t offset = address & ((1u << kRankBits) - 1);
+  if (block.arrivals_at != 0 && offset == block.arrivals_at) return block.arrivals[0];
+  if (block.arrivals_at != 0 && offset == block.arrivals_at + 8) return block.arrivals[1];
+  fail("no barrier at this address");
 }
 
 // Runs `kernel` in blocks of `threads`, `cluster` of which are a cluster.

@@ -111,7 +111,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
   int steps = kMostSteps;
   while (steps > 1 &&
-         (shared_bytes(steps, S::kSlots) > device.max_shared_per_block ||
+         (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
           (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
     --steps;
   }
@@ -121,7 +121,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   const int64_t all = tiles.slabs * tiles.chunks;
   if (all + sms > int64_t(UINT32_MAX)) throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
   const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
-  tiles.slots = in_turn ? S::kSlots : 1;
+  tiles.slots = in_turn ? kSlots : 1;
 
   const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
   const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);

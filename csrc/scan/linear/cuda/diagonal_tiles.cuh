@@ -7,32 +7,30 @@
 // Decomposition: a slab is kWidth adjacent channels of one batch row (rows that lie end to end are one), and a tile is
 //   kTileStrands * `steps` steps of it. A strand is `steps` steps; a warp has kStrands of them, each kLanes lanes wide.
 //   Rows of 64 bytes are as narrow as the memory likes them: the narrower a slab, the longer a tile, and the fewer of
-//   them follow each other. A block has 8 warps that read, 8 that write and kFinders, which take tiles by turns.
-//   Blocks take tiles in turn, all slabs of a chunk of time before the next chunk's, so whoever is waited for is
-//   running.
-// Pipeline: a block has up to kSlots tiles, which it has taken one after the other. The roles wait for each other tile
-//   by tile, never all at once, so that what one of them waits for in L2 or in memory does not hold up the others.
-//   1. The readers start copying a tile into shared memory (cp.async), 16 bytes a lane where addresses allow it.
+//   them follow each other. A block has 8 warps that read, 8 that write and a finder. Blocks take tiles in turn, all
+//   slabs of a chunk of time before the next chunk's, so whoever is waited for is running.
+// Pipeline: between two barriers a block works on four tiles, which it has taken one after the other, so that neither
+//   reading nor writing waits for a state.
+//   1. The readers start copying the newest into shared memory (cp.async), 16 bytes a lane where addresses allow it.
 //   2. Of the one before, which has arrived, they make the total of every strand (diagonal_totals.cuh), and of those
 //      that of the tile, which they publish.
-//   3. A finder finds the state before a tile: the nearest earlier state that is published, and the totals of the tiles
-//      since, followed in the order of time. So the roundings are those of a walk over all tiles, whichever states were
-//      there: the same bits in every run. It publishes the state after the tile, and gives every strand its own.
-//   4. The writers run through the strands, in shared memory, and write them, 16 bytes a lane.
+//   3. The finder finds the state before the tile before that: the nearest earlier state that is published, and the
+//      totals of the tiles since, followed in the order of time. So the roundings are those of a walk over all tiles,
+//      whichever states were there: the same bits in every run. It publishes the state after the tile, and gives every
+//      strand its own.
+//   4. The writers run through the strands of the oldest, in shared memory, and write them, 16 bytes a lane.
 // Where a total cannot say what follows a state, the steps themselves do: the finder runs the tile's strands one after
 //   the other, and who follows a tile's total waits for the state after it. By channel, so that none sees its
 //   neighbours.
-// Shared memory: kSlots tiles, 2 (3) rows of 64 bytes per step, all that a block may have; one of them is on its way,
-//   where Little's law asks for about 36 KB at 1 us; kTotals tiles' totals, and every slot's states. Registers: totals,
-//   also of a batch of earlier tiles, and a state.
+// Shared memory: kSlots tiles, 2 (3) rows of 64 bytes per step, all that a block may have; a quarter of it is on its
+//   way, where Little's law asks for about 36 KB at 1 us; and two tiles' totals and states. Registers: totals, also of
+//   a batch of earlier tiles, and a state.
 // Cost: per tile and channel 4 words written (7 in fp64) and a few more read, in L2, each of which says by itself that
 //   it is there. A tile has to be done, in the mean, while the memory moves as many bytes: on an H200 in 2.4 us. Every
-//   role has so long, a finder kFinders times as long: the readers are bound by the latency of their totals in fp64,
-//   the finders by trips to L2.
+//   role has so long: the readers are bound by the latency of their totals in fp64, the finder by two trips to L2.
 #pragma once
 #include <cstdint>
 
-#include "common/cuda/mbarrier_arrivals.cuh"
 #include "common/cuda/ptx.jit.cuh"
 #include "scan/linear/cuda/chunk_status.cuh"
 #include "scan/linear/cuda/diagonal_totals.cuh"
@@ -42,8 +40,8 @@
 namespace weft::scan {
 
 constexpr int kTileWarps = 8;  // that read, and that write
-constexpr int kFinders = 3;
-constexpr int kTileThreads = 32 * (2 * kTileWarps + kFinders);
+constexpr int kTileThreads = 32 * (2 * kTileWarps + 1);
+constexpr int kSlots = 4;  // for tiles: one comes in, one gets its totals, one its states, one is run through
 
 template <typename T>
 struct TileShape {
@@ -51,10 +49,6 @@ struct TileShape {
   static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kRowBytes = 64;
   static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
-  // Tiles in shared memory: one comes in, one gets its totals, one its states, one is run through. Half types take
-  // longer for a tile than the memory does, and do with three, which are longer. Who fills a slot has waited for the
-  // tile in it, so that totals need a place less.
-  static constexpr int kSlots = sizeof(T) == 2 ? 3 : 4, kTotals = kSlots - 1;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
   static constexpr int kTotalWords = Total<state_t<T>>::kWords, kWords = kTotalWords + 1;
   // Rows from strand to strand, so that the strands of a warp lie in different banks.
@@ -87,16 +81,11 @@ template <typename T>
 struct alignas(16) TileShared {
   using Shape = TileShape<T>;
   static constexpr int kPlaces = 8;
-  // Of the tiles in the slots: their totals are made, their starts given, all that they have written. Who waits knows
-  // that the tile kSlots earlier was waited for.
-  uint64_t made[Shape::kSlots], given[Shape::kSlots], freed[Shape::kSlots];
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
-  double totals[Shape::kTotals][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
-  double groups[Shape::kTotals][Shape::kStrands][Shape::kChannels][Shape::kTotalWords]
-               [Shape::kLanes];  // of each 8 strands
-  state_t<T> starts[Shape::kSlots][Shape::kTileStrands][Shape::kChannels]
-                   [Shape::kLanes];                             // then sums for a summed gradient
-  state_t<T> found[kFinders][Shape::kChannels][Shape::kLanes];  // the state before a tile
+  double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
+  double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
+  state_t<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
+  state_t<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
   Place places[kPlaces];
 };
 
@@ -121,14 +110,12 @@ class Tile {
         scan_(tiles.problem.scan),
         shared_(*reinterpret_cast<TileShared<T>*>(memory)),
         place_(shared_.places[number % TileShared<T>::kPlaces]),
-        turn_(int(number % S::kTotals)),
-        finder_(int(number % kFinders)),
-        slot_(int(number % S::kSlots)),
+        half_(int(number % 2)),
         warp_(int(threadIdx.x) / 32 % kTileWarps),
         lane_(int(threadIdx.x) % 32 % kLanes),
         strand_(int(threadIdx.x) % 32 / kLanes) {
     const int rows = S::stride(tiles.steps) * S::kTileStrands;
-    const int slot = tiles.slots == 1 ? 0 : slot_;
+    const unsigned slot = tiles.slots == 1 ? 0 : number % kSlots;
     A_ = memory + sizeof(TileShared<T>) + slot * (kGradients ? 3 : 2) * rows * kRowBytes;
     b_ = A_ + rows * kRowBytes;
     x_ = b_ + rows * kRowBytes;
@@ -176,7 +163,7 @@ class Tile {
     for (; i + 8 <= count; i += 8) steps(i, std::integral_constant<int, 8>{});
     for (; i < count; ++i) steps(i, std::integral_constant<int, 1>{});
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) keep(shared_.totals[turn_][strand][c], total[c]);
+    for (int c = 0; c < kChannels; ++c) keep(shared_.totals[half_][strand][c], total[c]);
   }
 
   // One warp, when those of all strands are made.
@@ -186,15 +173,15 @@ class Tile {
     if (!last && strand_ == 0) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        Total<Acc> all = kept(shared_.groups[turn_][0][c]);
-        for (int i = 1; i < kStrands; ++i) all.then(kept(shared_.groups[turn_][i][c]));
+        Total<Acc> all = kept(shared_.groups[half_][0][c]);
+        for (int i = 1; i < kStrands; ++i) all.then(kept(shared_.groups[half_][i][c]));
         all.each_word([&](int i, double& word) { put_word(words(place_.chunk, c) + kLanes * i, word); });
       }
     }
     if (!last && place_.chunk > 0) put_status(kTotal);
   }
 
-  // A finder alone.
+  // The finder alone.
   __device__ void find_starts() {
     const bool last = place_.chunk + 1 == tiles_.chunks;
     const Group group = group_totals();
@@ -225,7 +212,7 @@ class Tile {
     Acc x[kChannels], sum[kChannels];
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      x[c] = shared_.starts[slot_][strand][c][lane_];
+      x[c] = shared_.starts[half_][strand][c][lane_];
       sum[c] = Acc{};
     }
     const bool products = kGradients && g.x != nullptr;
@@ -268,7 +255,7 @@ class Tile {
       if (g.grad_A != nullptr && !g.summed) store_rows(x_, g.grad_A, place_.row * g.grad_A_b, g.grad_A_t);
       if (g.summed) {
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) shared_.starts[slot_][strand][c][lane_] = sum[c];
+        for (int c = 0; c < kChannels; ++c) shared_.starts[half_][strand][c][lane_] = sum[c];
       }
       if (g.grad_x0 != nullptr && count > 0 && first + count == scan_.T) {
         const int64_t h = place_.h0 + lane_ * kChannels;
@@ -288,15 +275,16 @@ class Tile {
     __syncwarp();  // before the next tile's rows come in
   }
 
-  // One warp, when all have run through their strands.
+  // The finder alone, when all warps have run through their strands.
   __device__ void store_sums() {
     Acc* const to = static_cast<Acc*>(tiles_.sums) + (place_.chunk * scan_.B + place_.row) * scan_.H + place_.h0;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       sum_t<Acc> sum{};
-      for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[slot_][strand][c][lane_];
+      for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[half_][strand][c][lane_];
       if (c < owned_ && strand_ == 0) to[lane_ * kChannels + c] = rounded<Acc>(sum);
     }
+    __syncwarp();  // before they are starts again
   }
 
  private:
@@ -424,17 +412,17 @@ class Tile {
     for (int c = 0; c < kChannels; ++c) {
       Total<Acc> next[kTileWarps], total;
 #pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[turn_][strand_ * kTileWarps + j][c]);
+      for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[half_][strand_ * kTileWarps + j][c]);
 #pragma unroll
       for (int j = 0; j < kTileWarps; ++j) {
-        keep(shared_.totals[turn_][strand_ * kTileWarps + j][c], total);
+        keep(shared_.totals[half_][strand_ * kTileWarps + j][c], total);
         if (j == 0) {
           total = next[j];
         } else {
           total.then(next[j]);
         }
       }
-      keep(shared_.groups[turn_][strand_][c], total);
+      keep(shared_.groups[half_][strand_][c], total);
     }
     __syncwarp();
   }
@@ -445,7 +433,7 @@ class Tile {
       Total<Acc>& all = group.all[c];
       for (int i = 0; i < kStrands; ++i) {
         if (i == strand_) group.before[c] = all;
-        const Total<Acc> next = kept(shared_.groups[turn_][i][c]);
+        const Total<Acc> next = kept(shared_.groups[half_][i][c]);
         if (i == 0) {
           all = next;
         } else {
@@ -467,10 +455,10 @@ class Tile {
 #pragma unroll
       for (int j = 1; j < kTileWarps; ++j) {
         start[j] = x;
-        known &= kept(shared_.totals[turn_][strand_ * kTileWarps + j][c]).follow(roundings(), start[j]);
+        known &= kept(shared_.totals[half_][strand_ * kTileWarps + j][c]).follow(roundings(), start[j]);
       }
 #pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) shared_.starts[slot_][strand_ * kTileWarps + j][c][lane_] = start[j];
+      for (int j = 0; j < kTileWarps; ++j) shared_.starts[half_][strand_ * kTileWarps + j][c][lane_] = start[j];
     }
     return known || begin_ + strand_ * kTileWarps * tiles_.steps >= scan_.T;
   }
@@ -486,7 +474,7 @@ class Tile {
       for (int strand = 0; strand < S::kTileStrands; ++strand) {
         const int number = strand / kTileWarps;
         if (strand % kTileWarps == 0 && number > 0) {
-          const Total<Acc> next = kept(shared_.groups[turn_][number - 1][c]);
+          const Total<Acc> next = kept(shared_.groups[half_][number - 1][c]);
           if (number == 1) {
             groups = next;
           } else {
@@ -497,9 +485,9 @@ class Tile {
         }
         Acc start = group_start;
         const bool by_total =
-            strand % kTileWarps == 0 || kept(shared_.totals[turn_][strand][c]).follow(roundings(), start);
+            strand % kTileWarps == 0 || kept(shared_.totals[half_][strand][c]).follow(roundings(), start);
         if (known && by_total) x = start;
-        shared_.starts[slot_][strand][c][lane_] = x;
+        shared_.starts[half_][strand][c][lane_] = x;
         for (int i = 0; i < strand_steps(strand); ++i) {
           x = fused(factor<kGradients>(to_state(read(A_, strand, i).of[c])), x, to_state(read(b_, strand, i).of[c]));
         }
@@ -540,16 +528,16 @@ class Tile {
       x[0] = state;
     } else {
       static_assert(kStrands % kChannels == 0);
-      shared_.found[finder_][c][lane_] = state;
+      shared_.found[c][lane_] = state;
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) x[i] = shared_.found[finder_][i][lane_];
+      for (int i = 0; i < kChannels; ++i) x[i] = shared_.found[i][lane_];
       __syncwarp();  // before the next tile's are found
     }
   }
   __device__ void follow_tiles(int64_t chunk, int c, Acc& x) const {
-    // Lane i looks at the i-th tile before this one. The state is mostly that of one of the first few, whose words come
-    // in the same trip to L2.
+    // Lane i looks at the i-th tile before this one. The state is mostly that of the first or the second, whose words
+    // come in the same trip to L2.
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
@@ -585,39 +573,25 @@ class Tile {
     }
   }
 
-  // The state before the tile by the words of the kNear tiles before it, asked for in one trip to L2, where those that
-  // say it for all lanes are there.
+  // The state before the tile, where the words that say it for all lanes are there.
   __device__ bool near_state(int64_t chunk, int c, Acc& x) const {
-    constexpr int kNear = S::kTotalWords <= 3 ? 4 : 2;
-    uint64_t states[kNear], seen[kNear - 1][S::kTotalWords];
+    const uint64_t first = load_word(state_word(chunk - 1, c));
+    const uint64_t second = chunk > 1 ? load_word(state_word(chunk - 2, c)) : 0;
+    uint64_t seen[S::kTotalWords];
+    bool second_known = second != 0;
 #pragma unroll
-    for (int i = 0; i < kNear; ++i) states[i] = chunk > i ? load_word(state_word(chunk - 1 - i, c)) : 0;
+    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = load_word(words(chunk - 1, c) + kLanes * j);
 #pragma unroll
-    for (int i = 0; i < kNear - 1; ++i) {
-#pragma unroll
-      for (int j = 0; j < S::kTotalWords; ++j) {
-        seen[i][j] = chunk > i ? load_word(words(chunk - 1 - i, c) + kLanes * j) : 0;
-      }
+    for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
+    if (!__any_sync(~0u, first == 0)) {
+      x = from_word<Acc>(to_word(first));
+      return true;
     }
-    int nearest = kNear;
-    uint64_t state = 0;
-    bool totals = true;
-#pragma unroll
-    for (int i = 0; i < kNear; ++i) {
-      const bool missing = __any_sync(~0u, !totals || states[i] == 0);
-      if (nearest == kNear && !missing) nearest = i, state = states[i];
-#pragma unroll
-      for (int j = 0; i < kNear - 1 && j < S::kTotalWords; ++j) totals &= seen[i][j] != 0;
-    }
-    if (nearest == kNear) return false;
-    x = from_word<Acc>(to_word(state));
-#pragma unroll
-    for (int i = kNear - 2; i >= 0; --i) {
-      if (i >= nearest) continue;
-      Total<Acc> total;
-      total.each_word([&](int j, double& word) { word = to_word(seen[i][j]); });
-      if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1 - i, c);
-    }
+    if (__any_sync(~0u, !second_known)) return false;
+    x = from_word<Acc>(to_word(second));
+    Total<Acc> total;
+    total.each_word([&](int j, double& word) { word = to_word(seen[j]); });
+    if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);
     return true;
   }
   __device__ uint64_t* state_word(int64_t chunk, int c) const {
@@ -638,11 +612,10 @@ class Tile {
   const LinearScan& scan_;
   TileShared<T>& shared_;
   const Place& place_;
-  const int turn_, finder_, slot_;  // of what is kept of kTotals tiles, for its finder, and of kSlots tiles
-  const int warp_, lane_, strand_;  // the lane among those of a row, and which of the warp's strands it has
-  int64_t begin_, first_;           // first step of the tile, and of the warp
-  int count_;                       // the warp's steps
-  int owned_;                       // channels of the lane
+  const int half_, warp_, lane_, strand_;  // the lane among those of a row, and which of the warp's strands it has
+  int64_t begin_, first_;                  // first step of the tile, and of the warp
+  int count_;                              // the warp's steps
+  int owned_;                              // channels of the lane
   unsigned char *A_, *b_, *x_;
 };
 
@@ -656,82 +629,42 @@ __device__ Place place_of(const Tiles& tiles, int64_t index) {
 
 template <typename T, bool kGradients>
 __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
-  constexpr int kSlots = TileShape<T>::kSlots;
-  // Of a barrier nobody waits for a phase while it is two phases behind or ahead.
-  static_assert(kFinders <= kSlots && kSlots + kFinders <= TileShared<T>::kPlaces);
   auto& shared = *reinterpret_cast<TileShared<T>*>(memory);
-  const auto place = [&](unsigned number) -> Place& { return shared.places[number % TileShared<T>::kPlaces]; };
-  const auto tile = [&](unsigned number) { return Tile<T, kGradients>(tiles, number, memory); };
-  // Waits for what was said of a tile; says it, when all lanes of the warp have done their part.
-  const auto wait = [&](const uint64_t* barriers, unsigned number) {
-    mbarrier_wait_for_arrivals(shared_address(barriers + number % kSlots), number / kSlots & 1);
-    __syncwarp();
-  };
-  const auto say = [&](const uint64_t* barriers, unsigned number) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(barriers + number % kSlots));
-  };
-  const int warp = int(threadIdx.x) / 32, role = min(warp / kTileWarps, 2);
-  const bool one = tiles.counter == nullptr, first = threadIdx.x == 0;
-  if (first) {
-    for (int i = 0; i < kSlots; ++i) {
-      mbarrier_init(shared_address(&shared.made[i]), 1);
-      mbarrier_init(shared_address(&shared.given[i]), 1);
-      mbarrier_init(shared_address(&shared.freed[i]), kTileWarps);
-    }
-    place(0) = place_of<T>(tiles, one ? blockIdx.x : take_tile(tiles.counter));
-  }
+  auto place = [&](unsigned number) -> Place& { return shared.places[number % TileShared<T>::kPlaces]; };
+  const int role = int(threadIdx.x) / (32 * kTileWarps);
+  const bool one = tiles.counter == nullptr, sums = kGradients && tiles.problem.summed;
+  const bool takes = threadIdx.x == 32 * kTileWarps;
+  if (takes) place(0) = place_of<T>(tiles, one ? blockIdx.x : take_tile(tiles.counter));
   __syncthreads();
-  if (role == 0) {
-    const auto wait_for_slot = [&](unsigned number) {
-      if (number >= kSlots) wait(shared.freed, number - kSlots);
-    };
-    for (unsigned number = 0;; ++number) {
-      const bool exists = place(number).exists, take = first && exists && !one;
-      const unsigned due = number - 1;
-      if (number > 0 && !place(due).exists) {
-        // Each finder is told the end, in a tile of its own that is none.
-        for (unsigned i = 0; warp == 0 && i < kFinders; ++i) {
-          wait_for_slot(due + i);
-          if (first) place(due + i) = Place{};
-          say(shared.made, due + i);
-        }
-        break;
-      }
-      wait_for_slot(number);
-      const int64_t next = take ? take_tile(tiles.counter) : 0;
-      if (exists) tile(number).fetch();
+  bool ended = false;
+  unsigned end = 0;  // how many tiles the block has, once it is known
+  for (unsigned number = 0;; ++number) {
+    if (!ended && !place(number).exists) ended = true, end = number;
+    if (ended && number - end >= (sums ? 4 : 3)) break;
+    // The tile so many before, and whether there is one.
+    const auto has = [&](unsigned ago) { return number >= ago && (!ended || number - ago < end); };
+    const auto tile = [&](unsigned ago) { return Tile<T, kGradients>(tiles, number - ago, memory); };
+    if (role == 0) {
+      if (has(0)) tile(0).fetch();
       copy_commit();
       copy_wait<1>();
       __syncwarp();
-      if (number > 0) tile(due).make_totals();
-      if (first) place(number + 1) = take ? place_of<T>(tiles, next) : Place{};
-      __syncwarp();
-      named_barrier<1, 32 * kTileWarps>();
-      if (warp == 0 && number > 0) {
-        tile(due).publish_total();
-        say(shared.made, due);
+      if (has(1)) {
+        tile(1).make_totals();
+        named_barrier<1, 32 * kTileWarps>();
+        if (threadIdx.x < 32) tile(1).publish_total();
       }
+    } else if (role == 1) {
+      int64_t next = 0;
+      const bool taken = takes && has(0);
+      if (taken && !one) next = take_tile(tiles.counter);
+      if (has(3)) tile(3).replay();
+      if (taken) place(number + 1) = one ? Place{} : place_of<T>(tiles, next);
+    } else {
+      if (sums && has(4)) tile(4).store_sums();
+      if (has(2)) tile(2).find_starts();
     }
-  } else if (role == 1) {
-    for (unsigned number = 0;; ++number) {
-      wait(shared.given, number);
-      if (!place(number).exists) break;
-      tile(number).replay();
-      if (kGradients && tiles.problem.summed) {
-        named_barrier<2, 32 * kTileWarps>();
-        if (warp == kTileWarps) tile(number).store_sums();
-      }
-      say(shared.freed, number);
-    }
-  } else {
-    for (unsigned number = warp - 2 * kTileWarps;; number += kFinders) {
-      wait(shared.made, number);
-      const bool exists = place(number).exists;
-      if (exists) tile(number).find_starts();
-      say(shared.given, number);
-      if (!exists) break;
-    }
+    __syncthreads();
   }
 }
 
