@@ -171,7 +171,7 @@ class TestOnTheDevice:
         wide = copy.deepcopy(cell).double()
         want = self.run(wide, "reference", x.detach().double().requires_grad_())
         for a, b in zip(found, want, strict=True):
-            assert relative_error(a, b) < 3e-6
+            assert relative_error(a, b) < 1e-5  # sums of biases are of numbers of both signs
         if torch.cuda.get_device_capability() == (9, 0):
             names = self.kernels(lambda: self.run(cell, executor, x))
             assert sum("vertex_float_products" in name for name in names) >= 2

@@ -46,6 +46,17 @@ struct Sizes {
   }
 };
 
+// The kernel that may follow a product in one instruction; -1 where none does.
+int paired_kernel(const Partition& partition, size_t product) {
+  for (size_t k = 0; k < partition.steps.size(); ++k) {
+    const Share& share = partition.shares[k];
+    if (!share.runs || share.segments.empty() || partition.steps[k]->width == 0) continue;
+    if (!pairs(partition, static_cast<int32_t>(product), static_cast<int32_t>(k))) continue;
+    return share.columns <= kMostPairElements ? static_cast<int>(k) : -1;
+  }
+  return -1;
+}
+
 // Of a pass, in shared memory. The parts of a training step, before the frontiers, forward and backward, take the place
 // of each other's weights where there is no room for all.
 struct Room {
@@ -62,7 +73,7 @@ struct Room {
       if (!is_product(partition, i)) continue;
       const Share& share = partition.shares[i];
       const Sizes& sizes = products.emplace_back(i, Sizes(program, *partition.steps[i], share)).second;
-      sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
+      if (paired_kernel(partition, i) >= 0) sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
       of[part(partition, i)] += sizes.weights;
     }
@@ -225,38 +236,34 @@ class SourceWriter {
   // The kernel that may follow product `number` in one instruction, as statements around the product's, whose last
   // argument is what is done while it waits for other blocks.
   void pair(size_t number, const std::string& product) {
-    for (size_t k = 0; k < partition_.steps.size(); ++k) {
-      const Share& share = partition_.shares[k];
-      if (!share.runs || share.segments.empty() || partition_.steps[k]->width == 0) continue;
-      if (!pairs(partition_, static_cast<int32_t>(number), static_cast<int32_t>(k))) continue;
-      if (share.columns > kMostPairElements) return;
-      const Step kernel = of_all(k);
-      Placed placed{
-          &partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)"};
-      int32_t local = 0;
-      for (const Segment& g : partition_.shares[number].segments) {
-        const auto sum = [&](const std::string& row) {
-          return "sums[" + row + " * Product" + std::to_string(number) + "::kColumns + " + std::to_string(local) +
-                 " + local]";
-        };
-        if (g.width == kernel.width) {
-          // On the same rows, or on those that the product's rows read.
-          if (k > number) placed.sums.emplace_back(g.first, sum("pair"));
-          placed.used_sums.emplace_back(g.first, sum("(q - first)"));
-        }
-        local += g.units(partition_.blocks);
+    const int found = paired_kernel(partition_, number);
+    if (found < 0) return;
+    const auto k = static_cast<size_t>(found);
+    const Share& share = partition_.shares[k];
+    const Step kernel = of_all(k);
+    Placed placed{&partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)"};
+    int32_t local = 0;
+    for (const Segment& g : partition_.shares[number].segments) {
+      const auto sum = [&](const std::string& row) {
+        return "sums[" + row + " * Product" + std::to_string(number) + "::kColumns + " + std::to_string(local) +
+               " + local]";
+      };
+      if (g.width == kernel.width) {
+        // On the same rows, or on those that the product's rows read.
+        if (k > number) placed.sums.emplace_back(g.first, sum("pair"));
+        placed.used_sums.emplace_back(g.first, sum("(q - first)"));
       }
-      const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
-      const std::string units = std::to_string(share.columns);
-      cases += label(number, ScriptInstruction::kPair) + kAwait +
-               "{ constexpr int columns = " + std::to_string(kernel.width) + "; const int local = threadIdx.x % " +
-               units + ", own = rank * " + units +
-               " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
-               " && own < columns; const int pair = mine ? threadIdx.x / " + units +
-               " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared +
-               " " + product + "[&] { if (mine) { " + body.early + " } }); if (mine) { " + body.late + " } } break;";
-      return;
+      local += g.units(partition_.blocks);
     }
+    const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
+    const std::string units = std::to_string(share.columns);
+    cases += label(number, ScriptInstruction::kPair) + kAwait +
+             "{ constexpr int columns = " + std::to_string(kernel.width) + "; const int local = threadIdx.x % " +
+             units + ", own = rank * " + units +
+             " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
+             " && own < columns; const int pair = mine ? threadIdx.x / " + units +
+             " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared + " " +
+             product + "[&] { if (mine) { " + body.early + " } }); if (mine) { " + body.late + " } } break;";
   }
 
   // Whether a gradient is the first and the last of the terms of its matrix or vector, as template arguments.

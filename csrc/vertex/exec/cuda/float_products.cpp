@@ -15,11 +15,12 @@ constexpr int kUnitsAtLeast = 3;  // for each multiprocessor; of fewer the parts
 }  // namespace
 
 bool takes(const FloatProduct& p) {
+  constexpr int kMost = 1 << 24;  // so that units, and 8 strides, are counted in 32 bits
   const auto lies_well = [](const FloatFactor& f) {
+    if (f.stride > kMost) return false;
     return !f.by_inner || (reinterpret_cast<uintptr_t>(f.data) % 16 == 0 && f.stride % 4 == 0);
   };
   if (!lies_well(p.left) || !lies_well(p.right)) return false;
-  constexpr int kMost = 1 << 24;  // so that units are counted in 32 bits
   if (std::max({p.rows, p.columns, p.inner}) > kMost) return false;
   const double tiles = static_cast<double>(float_tiles(p.rows)) * float_tiles(p.columns);
   const double whole = tiles * kFloatTile * kFloatTile * float_chunks(p.inner) * kFloatDepth;

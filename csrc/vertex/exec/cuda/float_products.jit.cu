@@ -35,19 +35,23 @@ static_assert(kHeld == 2 && kTile == 2 * 64 && kDepth == 32);
 constexpr int kResultPitch = kTile + 8;
 static_assert(kTile * kResultPitch * 4 <= 2 * kStage);
 
-// A tile's part of a factor.
+// A tile's part of a factor, chunk after chunk.
 struct Side {
-  const float* data;
-  long long stride;
+  const float* at[kHeld];  // what the thread takes next
+  int stride;
   bool by_inner;
   int there;  // rows of the tile; of the right factor, columns
 
-  __device__ __forceinline__ Side(const FloatFactor& f, int first, int all)
-      : data(f.data + (f.by_inner ? first * f.stride : first)),
-        stride(f.stride),
-        by_inner(f.by_inner),
-        there(all - first) {}
-  // What the thread has of it: lanes read neighbours, and write in different banks.
+  // From `inner` on of the inner dimension, and from row `first` on, of `all`.
+  __device__ __forceinline__ Side(const FloatFactor& f, int inner, int first, int all)
+      : stride(int(f.stride)), by_inner(f.by_inner), there(all - first) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const long long k = inner + octet(i) * 8, other = first + row(i);
+      at[i] = f.data + (by_inner ? other * f.stride + k : k * f.stride + other);
+    }
+  }
+  // What the thread has of a chunk: lanes read neighbours, and write in different banks.
   __device__ __forceinline__ int row(int i) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     return by_inner ? (warp + i * kWarps) * 8 + lane / 4 : warp % 4 * 32 + lane;
@@ -61,14 +65,14 @@ struct Held {
   float x[kHeld][8];
 };
 
-// Numbers of the inner dimension from `begin` on, of `inner`; beyond, zeros.
-__device__ __forceinline__ void ask(const Side& side, int begin, int inner, Held& held) {
+// The next chunk, of which `inner` of the inner dimension are there; beyond, zeros.
+__device__ __forceinline__ void ask(Side& side, int inner, Held& held) {
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    const int row = side.row(i), k = begin + side.octet(i) * 8, left = row < side.there ? inner - k : 0;
+    const int left = side.row(i) < side.there ? inner - side.octet(i) * 8 : 0;
+    const float* const from = side.at[i];
     float(&x)[8] = held.x[i];
     if (side.by_inner) {
-      const float* const from = side.data + row * side.stride + k;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (left >= half * 4 + 4) {
@@ -79,50 +83,63 @@ __device__ __forceinline__ void ask(const Side& side, int begin, int inner, Held
           for (int e = half * 4; e < half * 4 + 4; ++e) x[e] = e < left ? from[e] : 0.0f;
         }
       }
+      side.at[i] += kDepth;
     } else {
-      const float* const from = side.data + k * side.stride + row;
+      if (left >= 8) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = e < left ? from[e * side.stride] : 0.0f;
+        for (int e = 0; e < 8; ++e) x[e] = from[e * side.stride];
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] = e < left ? from[e * side.stride] : 0.0f;
+      }
+      side.at[i] += static_cast<long long>(kDepth) * side.stride;
     }
   }
 }
 
-// As three times bf16, the largest first.
-__device__ __forceinline__ void put(const Side& side, Held& held, u32 to) {
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const u32 place = to + side.octet(i) * kOctet + side.row(i) * 16;
-    float(&x)[8] = held.x[i];
-#pragma unroll
-    for (int plane = 0; plane < 3; ++plane) {
-      uint4 eight;
-      eight.x = take_bf16(x[0], x[1]), eight.y = take_bf16(x[2], x[3]);
-      eight.z = take_bf16(x[4], x[5]), eight.w = take_bf16(x[6], x[7]);
-      store_shared(place + plane * kPlane, eight);
-    }
+// One of the three numbers of bf16, the largest first, for each of 8 numbers; leaves their rests.
+__device__ __forceinline__ void put(const Side& side, int i, int plane, float (&x)[8], u32 to) {
+  uint4 eight;
+  eight.x = take_bf16(x[0], x[1]), eight.y = take_bf16(x[2], x[3]);
+  eight.z = take_bf16(x[4], x[5]), eight.w = take_bf16(x[6], x[7]);
+  store_shared(to + plane * kPlane + side.octet(i) * kOctet + side.row(i) * 16, eight);
+}
+
+// Piece `piece` of what a thread puts of a chunk.
+constexpr int kPieces = 2 * kHeld * 3;
+__device__ __forceinline__ void put_piece(int piece, const Side& left, const Side& right, Held& of_left, Held& of_right,
+                                          u32 stage) {
+  const int i = piece / 3 % kHeld, plane = piece % 3;
+  if (piece < kPieces / 2) {
+    put(left, i, plane, of_left.x[i], stage);
+  } else {
+    put(right, i, plane, of_right.x[i], stage + kFactor);
   }
 }
 
-// Of a chunk of both factors; begins the sums where they are not to be added to.
-__device__ __forceinline__ void multiply(u32 stage, int group, bool more, float (&d)[64]) {
+// Of a chunk of both factors; begins the sums where they are not to be added to. Meanwhile puts what is held of the
+// next one, between the products, because a warp waits until the tensor cores take them.
+template <typename Put>
+__device__ __forceinline__ void multiply(u32 stage, int group, bool more, float (&d)[64], const Put& put_next) {
+  const auto left = [&](int plane, int k) {
+    return warpgroup_factor(stage + plane * kPlane + k * 2 * kOctet + group * 64 * 16, kOctet, 128);
+  };
+  const auto right = [&](int plane, int k) {
+    return warpgroup_factor(stage + kFactor + plane * kPlane + k * 2 * kOctet, kOctet, 128);
+  };
+  constexpr int kTerms = 6, kProducts = kTerms * (kDepth / 16), kFirst = 4;  // which numbers have come by then
+  constexpr int kLeft[kTerms] = {2, 0, 1, 1, 0, 0}, kRight[kTerms] = {0, 2, 1, 0, 1, 0};  // the small ones first
   warpgroup_begin();
 #pragma unroll
-  for (int k = 0; k < kDepth / 16; ++k) {
-    const auto left = [&](int plane) {
-      return warpgroup_factor(stage + plane * kPlane + k * 2 * kOctet + group * 64 * 16, kOctet, 128);
-    };
-    const auto right = [&](int plane) {
-      return warpgroup_factor(stage + kFactor + plane * kPlane + k * 2 * kOctet, kOctet, 128);
-    };
-    // The small ones first.
-    warpgroup_mma_bf16(d, left(2), right(0), more || k > 0);
-    warpgroup_mma_bf16(d, left(0), right(2), true);
-    warpgroup_mma_bf16(d, left(1), right(1), true);
-    warpgroup_mma_bf16(d, left(1), right(0), true);
-    warpgroup_mma_bf16(d, left(0), right(1), true);
-    warpgroup_mma_bf16(d, left(0), right(0), true);
+  for (int i = 0; i < kProducts; ++i) {
+    const int k = i / kTerms, term = i % kTerms;
+    warpgroup_mma_bf16(d, left(kLeft[term], k), right(kRight[term], k), more || i > 0);
+    if (i + 1 == kProducts) warpgroup_commit();
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece * (kProducts - kFirst) / kPieces + kFirst == i) put_next(piece);
+    }
   }
-  warpgroup_commit();
 }
 
 __device__ __noinline__ float one_by_one(const FloatProduct& p, int row, int column) {
@@ -209,27 +226,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int top = tile / tiles_across * kTile, begin = tile % tiles_across * kTile;
     const int first = local % chunks, count = min(chunks - first, end - unit);
     unit += count;
-    const Side left(p.left, top, p.rows), right(p.right, begin, p.columns);
+    Side left(p.left, first * kDepth, top, p.rows), right(p.right, first * kDepth, begin, p.columns);
     Held of_left, of_right;
     const auto ask_for = [&](int chunk) {
-      ask(left, (first + chunk) * kDepth, p.inner, of_left);
-      ask(right, (first + chunk) * kDepth, p.inner, of_right);
+      const int inner = p.inner - (first + chunk) * kDepth;
+      ask(left, inner, of_left);
+      ask(right, inner, of_right);
     };
-    const auto put_chunk = [&](int chunk) {
-      const u32 stage = stages + chunk % 2 * kStage;
-      put(left, of_left, stage);
-      put(right, of_right, stage + kFactor);
+    const auto put_piece_of = [&](int chunk, int piece) {
+      put_piece(piece, left, right, of_left, of_right, stages + chunk % 2 * kStage);
     };
     float d[64] = {}, sums[64] = {};
     ask_for(0);
     __syncthreads();  // the tile before is done with the stages
-    put_chunk(0);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) put_piece_of(0, piece);
     if (count > 1) ask_for(1);
     for (int chunk = 0; chunk < count; ++chunk) {
       fence_copy_engine();  // what the thread has put there is seen by the tensor cores
       __syncthreads();
-      multiply(stages + chunk % 2 * kStage, group, chunk % kChunksInside > 0, d);
-      if (chunk + 1 < count) put_chunk(chunk + 1);
+      // After the last chunk nobody reads what is put.
+      multiply(stages + chunk % 2 * kStage, group, chunk % kChunksInside > 0, d,
+               [&](int piece) { put_piece_of(chunk + 1, piece); });
       if (chunk + 2 < count) ask_for(chunk + 2);
       warpgroup_wait(d);
       if (chunk % kChunksInside == kChunksInside - 1 || chunk + 1 == count) {
