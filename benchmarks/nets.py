@@ -193,7 +193,8 @@ class Training:
     def send(self, batch: Batch | None = None) -> tuple[Graphs, Tensor, Tensor]:
         """A batch, or the next one, on the device: graphs, what their words stand for, targets."""
         graphs, both = self.collate() if batch is None else batch
-        words, targets = both.to(self.device, non_blocking=True).tensor_split((graphs.num_vertices,))
+        both, count = both.to(self.device, non_blocking=True), graphs.num_vertices
+        words, targets = both.narrow(0, 0, count), both.narrow(0, count, len(both) - count)
         return graphs.to(self.device), self.vectors.index_select(0, words), targets
 
     def batch(self) -> tuple[Graphs, Tensor, Tensor]:

@@ -20,6 +20,22 @@ def test_the_figure_of_diagonal_scans(tmp_path):
     assert "B 8, H 16" in (tmp_path / "figure.svg").read_text()
 
 
+def test_means_over_six_nets():
+    """Of rows net by net, or of the row that has them together."""
+    from benchmarks.figures import vertex as figures  # here, because it needs matplotlib
+
+    case = "model={} device=cuda dtype=fp32 H=256 B={} executor={}"
+    rows = [
+        row(case.format("treelstm", B, "trainer"), "step", 1.0, ratio, peer="batched") for B, ratio in ((1, 2), (4, 8))
+    ]
+    rows.append(row(case.format("treelstm", 25, "trainer"), "step", 1.0, 100.0, peer="batched"))  # of another table
+    assert "takes 4.00 times as long as the Trainer, the geometric mean of 2 nets" in figures.six_nets(rows)
+    together = "model=nets device=cuda dtype=fp32 executor=trainer cases={}"
+    rows += [row(together.format(n), "step", 1.0, ratio, peer="batched") for n, ratio in ((48, 3.0), (40, 5.0))]
+    (said,) = figures.six_nets(rows).splitlines()
+    assert "takes 3.00 times as long as the Trainer, the geometric mean of 48 nets" in said
+
+
 @pytest.mark.slow
 def test_tables_and_figures_come_from_rows_alone(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
