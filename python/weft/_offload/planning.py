@@ -37,8 +37,9 @@ _BESIDE = 0.75
 """Least share of a tensor's time on the bus that compression leaves beside compute: the codec's kernels wait for free
 SMs."""
 _PACED = 2
-"""Without a budget: following uses in which only forward and backward are timed as a whole. Events around every
-operation of a deep net can make the step host-bound, where nothing hides."""
+"""Uses behind one that was timed in which only forward and backward are timed, as a whole. Events around every
+operation of a deep net can make the step host-bound: then they seem so long that nothing would hide behind them in the
+next one, and tensors would come back too late."""
 _PATIENCE = 4
 """Uses in a row whose times are ignored because they waited for host memory."""
 _RESTS, _LONG_RESTS = 3, 19
@@ -174,7 +175,7 @@ class Planner:
             return  # look again
         memory.looked = memory.looked + 1 if use.planned() else 0
         if use.timed:
-            memory.paces = _PACED if self._budget is None else 0
+            memory.paces = _PACED
         elif memory.planned and use.planned():
             if memory.paces == 0:
                 return
@@ -225,7 +226,7 @@ class Planner:
             )
             like = old if old is not None and old.signature == signature else None
             detailed, paced = use.timed, False
-            if self._budget is None and like is not None and like.detailed and like.seconds is not None:
+            if like is not None and like.detailed and like.seconds is not None:
                 if not use.timed:
                     timeline = replace(timeline, seconds=at_pace(like.timeline, timeline))
                     detailed = paced = True
