@@ -139,7 +139,7 @@ class CudaExecutor final : public AtenExecutor {
     if (!worth_float_products(all)) return AtenExecutor::products(entries);
     const at::Tensor partial = at::empty({float_product_blocks(all) * int64_t{kPartialOfBlock}},
                                          at::TensorOptions().dtype(at::kFloat).device(device()));
-    const Counters arrived = zeroed_counters(all.tiles);
+    const Counters arrived = zeros(all.tiles);
     all.partial = static_cast<float*>(partial.mutable_data_ptr());
     all.arrived = reinterpret_cast<unsigned*>(arrived.first);
     launch_float_products(all, at::cuda::getCurrentCUDAStream());
@@ -181,14 +181,14 @@ class CudaExecutor final : public AtenExecutor {
 
   bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
     if (first == 0 && memory().scripts[backward ? 1 : 0] != nullptr) {
-      const Counters arrived = zeroed_counters(counters_of(memory()));
+      const Counters arrived = zeros(counters_of(memory()));
       const bool launched =
           launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
                             reinterpret_cast<unsigned*>(arrived.first), stream_);
       if (!launched) memory().unpublish();
       return launched;
     }
-    const Counters arrived = zeroed_counters(1);
+    const Counters arrived = zeros(1);
     const Tail& kernel = compiled_tail(backward);
     TailArguments a{arguments_};
     buffers_.clear();
@@ -291,6 +291,21 @@ class CudaExecutor final : public AtenExecutor {
     return p;
   }
 
+  // Counters for a kernel of this pass. Of a graph one fill serves all of them: it would be a node each.
+  Counters zeros(int count) {
+    if (at::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None) {
+      return zeroed_counters(count);
+    }
+    constexpr int kOfPass = 2048;
+    if (!zeros_.owner.defined() || used_zeros_ + count > zeros_.owner.numel()) {
+      zeros_ = zeroed_counters(std::max(count, kOfPass));
+      used_zeros_ = 0;
+    }
+    int* const first = zeros_.first + used_zeros_;
+    used_zeros_ += count;
+    return {first, zeros_.owner};
+  }
+
   void run(TotalsLaunch& launch, int64_t rows) {
     if (launch.groups == 0) return;
     launch.pieces = totals_pieces(rows, launch.groups, device_limits().sm_count);
@@ -300,7 +315,7 @@ class CudaExecutor final : public AtenExecutor {
       const auto type = program_->doubles ? at::kDouble : at::kFloat;
       partial =
           at::empty({launch.pieces, int64_t{launch.groups} * 32}, at::TensorOptions().dtype(type).device(device()));
-      arrived = zeroed_counters(launch.groups);
+      arrived = zeros(launch.groups);
       launch.partial = partial.mutable_data_ptr();
       launch.arrived = arrived.first;
     }
@@ -361,6 +376,8 @@ class CudaExecutor final : public AtenExecutor {
   cudaStream_t stream_ = nullptr;
   std::optional<c10::cuda::CUDAStream> aside_;
   std::optional<c10::cuda::CUDAStreamGuard> guard_;  // while work is put aside
+  Counters zeros_{};
+  int64_t used_zeros_ = 0;
   FrontierArguments arguments_{};
   std::vector<BufferArgument> buffers_;  // of a launch
 };
