@@ -16,7 +16,7 @@ from weft._vertex.calls import prepare
 from weft._vertex.runtime import persistent
 from weft.vertex import Trainer, models
 
-from tests.common import relative_error
+from tests.common import pairs, relative_error
 from tests.vertex.cells import BINARY, MatrixAndVector, devices, rows
 from tests.vertex.training import (
     BOUND,
@@ -52,10 +52,10 @@ def test_cells(name, executor, device):
 
 
 @devices
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("at", ["vertices", "roots"])
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
-@pytest.mark.parametrize("head", ["none", "linear", "unbiased", "mlp"])
+@pairs(
+    head=["none", "linear", "unbiased", "mlp"], loss=["cross_entropy", "mse"], at=["vertices", "roots"],
+    optimizer=["momentum", "adam"],
+)  # fmt: skip
 def test_heads(head, loss, at, optimizer, device):
     make = {
         "none": lambda: None,

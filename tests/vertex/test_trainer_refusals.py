@@ -10,6 +10,7 @@ from weft._vertex import trainer as of_trainer
 from weft._vertex.runtime import persistent
 from weft.vertex import Trainer, models
 
+from tests.common import pairs
 from tests.vertex.cells import BINARY, devices, rows
 from tests.vertex.training import (
     OPTIMIZERS,
@@ -163,9 +164,7 @@ def test_other_refusals(device):
 
 
 @devices
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "fused", "rmsprop"])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("wrong", [-1, C, -101, 2**40])
+@pairs(name=["sgd", "momentum", "adam", "fused", "rmsprop"], head=HEADS, wrong=[-1, C, -101, 2**40])
 def test_a_class_out_of_range_is_an_index_error(wrong, head, name, device):
     """By the next step or sync at the latest; neither step changes anything, and training goes on."""
     cell = models.TreeLSTM(X, C).to(device)
