@@ -445,7 +445,8 @@ def test_threads(executor):
 def test_threads_that_use_functions_in_turns(monkeypatch):
     """What is kept of the latest functions changes while another thread looks at it."""
     monkeypatch.setattr(schedule, "_recent", {})
-    used = [types.SimpleNamespace(kinds=((schedule.Kind(k, False),), None)) for k in range(3)]
+    planners = [schedule.Planner((schedule.Kind((k,)),), None) for k in range(3)]
+    used = [types.SimpleNamespace(planner=planner) for planner in planners]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 

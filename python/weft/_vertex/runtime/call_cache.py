@@ -144,7 +144,8 @@ class RecentCall:
         count, where = graphs._core.num_vertices, graphs._device
         if count == 0 or (where is not self._device and where.type != "cpu" and where != self._device):
             return None
-        same = self._inputs.hold(rows, count) and self._snapshot.holds(module) and self._fits(graphs, executor)
+        # Under "auto" it is often the graphs alone that another recent call runs.
+        same = self._fits(graphs, executor) and self._inputs.hold(rows, count) and self._snapshot.holds(module)
         return rows if same else None
 
     def shares_tensors(self, other: RecentCall) -> bool:
