@@ -11,8 +11,11 @@
 // order, as many numbers whatever the rows.
 //
 // fp32 is three products of TF32, of fp32 accuracy; of up to four rows it is multiply-adds, because every use of a
-// weight on the tensor cores splits it first. Half types go to the tensor cores as they are. What comes out as NaN is
-// summed up again, one by one, because an infinity is one that way.
+// weight on the tensor cores splits it first. Their lanes share columns as far as registers go for the sums, so that
+// four neighbours of a row are read by few lanes, and then hand each other halves of their sums. Half types go to the
+// tensor cores as they are. What comes out as NaN is summed up again, one by one, because an infinity is one that way.
+//
+// Of few rows a warp has the first of its weights in registers before its rows are there.
 //
 // Cost: 6 mma of 2 clocks of a multiprocessor for each 16 x 16 weights and 8 rows, and more for the splits below 16
 // rows, 60 instructions of a warp in all. As multiply-adds a row takes 9.
@@ -111,17 +114,20 @@ struct ResidentProduct {
   static __device__ __forceinline__ void run(int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store) {
     for (int first = 0; first < count;) {
-      first += some(first, count, rank, weights, partials, source, store, [] {});
+      first += some(
+          first, count, rank, weights, partials, source, store, [] {}, [] {});
     }
   }
-  // The same; between() is called when the first rows have been asked for.
-  template <typename Source, typename Store, typename Between>
+  // The same; ask() is called when the first rows have been asked for, meanwhile() after it, before they are all there.
+  template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void run_between(int count, int rank, const FourOf<E>* weights, float* partials,
-                                                     const Source& source, const Store& store, const Between& between) {
-    const int done = some(0, count, rank, weights, partials, source, store, between);
+                                                     const Source& source, const Store& store, const Ask& ask,
+                                                     const Meanwhile& meanwhile) {
+    const int done = some(0, count, rank, weights, partials, source, store, ask, meanwhile);
     if constexpr (kMostParts == 0) {
       for (int first = done; first < count;) {
-        first += some(first, count, rank, weights, partials, source, store, [] {});
+        first += some(
+            first, count, rank, weights, partials, source, store, [] {}, [] {});
       }
     }
   }
@@ -174,104 +180,192 @@ struct ResidentProduct {
     return (chunk * kEighths + eighth) * 32;
   }
 
+  // The first of kAll fours of weights that a lane multiplies, as far as registers go beside `kOthers`: they are read
+  // while its rows are under way. at(i) reads the i-th.
+  template <int kAll, int kOthers>
+  struct Held {
+    static constexpr int kMostRegisters = 64, kRoom = (kMostRegisters - kOthers) / int(sizeof(E));
+    static constexpr int kCount = kRoom < 0 ? 0 : kRoom < kAll ? kRoom : kAll;
+    FourOf<E> of[kCount > 0 ? kCount : 1];
+
+    template <typename At>
+    __device__ __forceinline__ void read(const At& at) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) of[i] = at(i);
+    }
+    template <typename At>
+    __device__ __forceinline__ FourOf<E> take(const At& at, int i) const {
+      if (i < kCount) return of[i];
+      return at(i);
+    }
+  };
+
   // Some of the rows from `first` on, all where they are few enough. How many that may be.
-  template <typename Source, typename Store, typename Between>
+  template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ int some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
-                                             const Source& source, const Store& store, const Between& between) {
+                                             const Source& source, const Store& store, const Ask& ask,
+                                             const Meanwhile& meanwhile) {
     const int left = count - first;
     if constexpr (kMostParts > 0) {
       if (left > 8) {
         const int parts = left > 3 * kPartRows ? 4 : left > kPartRows ? 2 : 1;
-        many(first, count, parts, rank, weights, partials, source, store, between);
+        many(first, count, parts, rank, weights, partials, source, store, ask, meanwhile);
         return parts * kPartRows;
       }
     }
-    few(first, count, rank, weights, partials, source, store, between);
+    few(first, count, rank, weights, partials, source, store, ask, meanwhile);
     return 8;
   }
 
   // Up to 8 rows from `first` on.
-  template <typename Source, typename Store, typename Between>
+  template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void few(int first, int count, int rank, const FourOf<E>* weights, float* partials,
-                                             const Source& source, const Store& store, const Between& between) {
+                                             const Source& source, const Store& store, const Ask& ask,
+                                             const Meanwhile& meanwhile) {
     if constexpr (kMultiply == Multiply::kFloat && kInner % 4 == 0) {
       if constexpr (kTiles * 2 <= kMostSums) {
-        if (count - first == 1) return multiply_add<1>(first, count, rank, weights, partials, source, store, between);
+        if (count - first == 1)
+          return multiply_add<1>(first, count, rank, weights, partials, source, store, ask, meanwhile);
+      }
+      if constexpr (kTiles * 4 <= kMostSums) {
+        if (count - first == 2)
+          return multiply_add<2>(first, count, rank, weights, partials, source, store, ask, meanwhile);
       }
       if constexpr (kTiles * 8 <= kMostSums) {
-        if (count - first <= 4) return multiply_add<4>(first, count, rank, weights, partials, source, store, between);
+        if (count - first <= 4)
+          return multiply_add<4>(first, count, rank, weights, partials, source, store, ask, meanwhile);
       }
     }
-    eight(first, count, rank, weights, partials, source, store, between);
+    eight(first, count, rank, weights, partials, source, store, ask, meanwhile);
   }
 
-  // The same of at most kRows rows by multiply-adds. Four lanes share a column; each has four neighbours of a chunk.
-  template <int kRows, typename Source, typename Store, typename Between>
+  // How multiply-adds of so many rows are dealt: a warp has kOfWarp neighbouring fours of the reduction, kSpan lanes
+  // have a four each and share columns, so that a four of a row goes to few lanes; of the columns a lane has every
+  // kSets-th.
+  template <int kRows>
+  struct Dealt {
+    static constexpr int kFours = kInner / 4, kLeast = (kFours + kWarps - 1) / kWarps;
+    static constexpr int kOfWarp = kLeast < 4 ? 4 : kLeast, kActive = (kFours + kOfWarp - 1) / kOfWarp;
+    static constexpr int each(int span) { return (kColumns * span + 31) / 32; }
+    static constexpr int span() {
+      constexpr int kMostSums = 24;
+      int found = 4;
+      while (found < 32 && found < kOfWarp && each(2 * found) * kRows <= kMostSums) found *= 2;
+      return found;
+    }
+    static constexpr int kSpan = span(), kSets = 32 / kSpan, kEach = each(kSpan);
+    static constexpr int kRounds = (kOfWarp + kSpan - 1) / kSpan;
+    // The lane's four in a round; -1 where it has none.
+    static __device__ __forceinline__ int four(int round) {
+      const int of_warp = round * kSpan + threadIdx.x % kSpan, found = threadIdx.x / 32 * kOfWarp + of_warp;
+      const bool is =
+          ((round + 1) * kSpan <= kOfWarp || of_warp < kOfWarp) && (kFours == kOfWarp * kWarps || found < kFours);
+      return is ? found : -1;
+    }
+    static __device__ __forceinline__ int column(int i) { return i * kSets + threadIdx.x % 32 / kSpan; }
+
+    // Sums over the lanes of a span, which share them: what is left of `sums` in this lane, and which they were.
+    static constexpr int kSums = kEach * kRows;
+    static constexpr int left(int steps) { return (kSums + (1 << steps) - 1) >> steps; }
+    static constexpr int log2(int x) { return x <= 1 ? 0 : 1 + log2((x + 1) / 2); }
+    static constexpr int kSteps = log2(kSpan), kHalved = log2(kSums) < kSteps ? log2(kSums) : kSteps;
+    static constexpr int kLeft = left(kHalved);
+    template <int kStep = 0>
+    static __device__ __forceinline__ void add_up(float (&sums)[kSums]) {
+      if constexpr (kStep < kHalved) {
+        const bool odd = (threadIdx.x >> kStep) & 1;
+#pragma unroll
+        for (int i = 0; i < left(kStep + 1); ++i) {
+          const float even = sums[2 * i], other = 2 * i + 1 < left(kStep) ? sums[2 * i + 1] : 0.0f;
+          sums[i] = (odd ? other : even) + __shfl_xor_sync(~0u, odd ? even : other, 1 << kStep);
+        }
+      } else if constexpr (kStep < kSteps) {
+        sums[0] += __shfl_xor_sync(~0u, sums[0], 1 << kStep);
+      }
+      if constexpr (kStep < kSteps) add_up<kStep + 1>(sums);
+    }
+    // -1 of those that are none, or another lane's, too.
+    static __device__ __forceinline__ int which(int i) {
+      const int in_span = threadIdx.x % kSpan, found = (i << kHalved) + in_span % (1 << kHalved);
+      return found < kSums && in_span >> kHalved == 0 ? found : -1;
+    }
+  };
+
+  // The same of at most kRows rows by multiply-adds.
+  template <int kRows, typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void multiply_add(int first, int count, int rank, const FourOf<E>* weights,
                                                       float* partials, const Source& source, const Store& store,
-                                                      const Between& between) {
-    constexpr int kBatch = kOfWarp < 12 / kRows ? kOfWarp : 12 / kRows;  // chunks that are loaded together
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = count - first;
-    float d[kTiles][2][kRows] = {};
+                                                      const Ask& ask, const Meanwhile& meanwhile) {
+    using D = Dealt<kRows>;
+    constexpr int kBatch = D::kRounds < 12 / kRows ? D::kRounds : 12 / kRows;  // that are loaded together
+    const int warp = threadIdx.x / 32, rows = count - first;
+    const auto at = [&](int i) {
+      const int four = max(0, D::four(i / D::kEach)), column = D::column(i % D::kEach);
+      return weights[place(four / 4, column / 8) + column % 8 * 4 + four % 4];
+    };
+    Held<kBatch * D::kEach, (kBatch * 4 + D::kEach) * kRows> held;
+    float sums[D::kSums] = {};
     const E* from[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) from[r] = r < rows ? source(first + r) : nullptr;
-    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
+#pragma unroll
+    for (int batch = 0; batch < D::kRounds; batch += kBatch) {
       FourOf<E> b[kBatch][kRows];
-      read<kBatch, kRows>(batch, from, b, between);
+      const auto k = [&](int c) {
+        const int four = D::four(batch + c);
+        return four < 0 ? kInner : four * 4;
+      };
+      read<kBatch, kRows>(
+          batch == 0, k, from, b,
+          [&] {
+            held.read(at);
+            ask();
+          },
+          meanwhile);
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
-        const int chunk = warp + (batch + c) * kWarps;
-        if (chunk >= kChunks) break;
+        if (D::four(batch + c) < 0) continue;
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
+        for (int n = 0; n < D::kEach; ++n) {
+          const FourOf<E> w = held.take(at, (batch + c) * D::kEach + n);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if (!has(tile, half)) continue;
-            const FourOf<E> w = weights[place(chunk, tile * 2 + half) + lane];
+          for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) d[tile][half][r] = fmaf(w.x[e], b[c][r].x[e], d[tile][half][r]);
+            for (int e = 0; e < 4; ++e) {
+              float& sum = sums[n * kRows + r];
+              sum = fmaf(w.x[e], b[c][r].x[e], sum);
             }
           }
         }
       }
     }
-    finish<kAtOnce, false>(first, rows, 8, kActive, rank, weights, partials, source, store, [&](int begin, int end) {
-      if (warp >= kActive) return;
+    D::add_up(sums);
+    finish<kAtOnce, false>(first, rows, 8, D::kActive, rank, weights, partials, source, store, [&](int begin, int end) {
+      if (warp >= D::kActive) return;
 #pragma unroll
-      for (int tile = begin / 16; tile * 16 < end; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!has(tile, half)) continue;
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            float sum = d[tile][half][r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            const int column = tile * 16 - begin + half * 8 + lane / 4;
-            if (lane % 4 == r) partials[(warp * 8 + r) * (kAtOnce + 4) + column] = sum;
-          }
-        }
+      for (int i = 0; i < D::kLeft; ++i) {
+        const int found = D::which(i), column = D::column(found / kRows);
+        if (found < 0 || column < begin || column >= end) continue;
+        partials[(warp * 8 + found % kRows) * (kAtOnce + 4) + column - begin] = sums[i];
       }
     });
   }
 
-  // Neighbours of kGroups rows, of which the lane has some; zeros where there is no row. The first are asked for before
-  // between(), and waited for after it.
-  template <int kBatch, int kGroups, typename Between>
-  static __device__ __forceinline__ void read(int batch, const E* const (&from)[kGroups],
-                                              FourOf<E> (&b)[kBatch][kGroups], const Between& between) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Neighbours of kGroups rows from where(0), where(1), ... on; zeros beyond kInner, and where there is no row. The
+  // first are asked for before ask(), and waited for after it; meanwhile() takes place when they are asked for once
+  // more, or else at once.
+  template <int kBatch, int kGroups, typename Where, typename Ask, typename Meanwhile>
+  static __device__ __forceinline__ void read(bool is_first, const Where& where, const E* const (&from)[kGroups],
+                                              FourOf<E> (&b)[kBatch][kGroups], const Ask& ask,
+                                              const Meanwhile& meanwhile) {
 #pragma unroll
     for (int c = 0; c < kBatch; ++c) {
-      const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+      const int k = where(c);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
           if constexpr (kPublished) {
-            ask(from[g] + k, b[c][g]);
+            ask_published(from[g] + k, b[c][g]);
           } else {
             b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
           }
@@ -283,7 +377,7 @@ struct ResidentProduct {
         }
       }
     }
-    if (batch == 0) between();
+    if (is_first) ask();
     if constexpr (kPublished) {
       const auto any = [&] {
         bool found = false;
@@ -295,16 +389,22 @@ struct ResidentProduct {
         return found;
       };
       // All that are missing at once: one after the other costs a round trip each.
-      while (__any_sync(~0u, any())) {
+      const auto again = [&] {
 #pragma unroll
         for (int c = 0; c < kBatch; ++c) {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
-            const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
-            if (is_missing(b[c][g])) ask(from[g] + k, b[c][g]);
+            if (is_missing(b[c][g])) ask_published(from[g] + where(c), b[c][g]);
           }
         }
+      };
+      if (is_first) {
+        again();
+        meanwhile();
       }
+      while (__any_sync(~0u, any())) again();
+    } else {
+      if (is_first) meanwhile();
     }
   }
 
@@ -348,7 +448,7 @@ struct ResidentProduct {
       const FourOf<E> w = weights[place(k / 16, local / 8) + lane];
       FourOf<E> x{};
       if constexpr (kPublished) {
-        ask(row + k, x);
+        ask_published(row + k, x);
       } else {
         for (int e = 0; e < 4 && k + e < kInner; ++e) x.x[e] = row[k + e];
       }
@@ -357,7 +457,7 @@ struct ResidentProduct {
     return sum;
   }
 
-  static __device__ __forceinline__ void ask(const E* from, FourOf<E>& to) {
+  static __device__ __forceinline__ void ask_published(const E* from, FourOf<E>& to) {
     if constexpr (sizeof(E) == 2) {
       load_published(reinterpret_cast<const unsigned short*>(from), reinterpret_cast<unsigned short(&)[4]>(to.x));
     } else {
@@ -409,24 +509,36 @@ struct ResidentProduct {
   }
 
   // Up to 8 rows from `first` on.
-  template <typename Source, typename Store, typename Between>
+  template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void eight(int first, int count, int rank, const FourOf<E>* weights,
                                                float* partials, const Source& source, const Store& store,
-                                               const Between& between) {
+                                               const Ask& ask, const Meanwhile& meanwhile) {
     // Independent sums, or each product would wait for the one before.
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles == 1 ? 2 * kTerms : 1;
     constexpr int kBatch = kOfWarp < 8 ? kOfWarp : 8;  // chunks that are loaded together
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = min(count - first, 8);
+    Held<kBatch * kEighths, kBatch* int(sizeof(E)) + kTiles * kSums * 4 + 24> held;
+    const auto at = [&](int i) {
+      const int chunk = warp + i / kEighths * kWarps;
+      return weights[place(kChunks % kWarps == 0 ? chunk : min(chunk, kChunks - 1), i % kEighths) + lane];
+    };
     float d[kTiles][kSums][4] = {};
     const E* const from[1] = {lane / 4 < rows ? source(first + lane / 4) : nullptr};
+#pragma unroll
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
       FourOf<E> b[kBatch][1];
-      read<kBatch, 1>(batch, from, b, between);
+      const auto k = [&](int c) { return (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4; };
+      read<kBatch, 1>(
+          batch == 0, k, from, b,
+          [&] {
+            held.read(at);
+            ask();
+          },
+          meanwhile);
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
-        const int chunk = warp + (batch + c) * kWarps;
-        if (chunk >= kChunks) break;
+        if (warp + (batch + c) * kWarps >= kChunks) break;
         u32 b_high[4], b_low[4];
         if constexpr (kMultiply == Multiply::kHalf) {
           b_high[0] = pair(b[c][0], 0), b_high[1] = pair(b[c][0], 1);
@@ -437,9 +549,9 @@ struct ResidentProduct {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           float(&sums)[kSums][4] = d[tile];
-          const FourOf<E> upper = weights[place(chunk, tile * 2) + lane];
+          const FourOf<E> upper = held.take(at, (batch + c) * kEighths + tile * 2);
           FourOf<E> lower{};
-          if (has(tile, 1)) lower = weights[place(chunk, tile * 2 + 1) + lane];
+          if (has(tile, 1)) lower = held.take(at, (batch + c) * kEighths + tile * 2 + 1);
           if constexpr (kMultiply == Multiply::kHalf) {
             const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
             mma_half(sums[c % kSums], a, b_high);
@@ -479,10 +591,10 @@ struct ResidentProduct {
   }
 
   // Up to 16 * parts rows from `first` on; parts is 1, 2 or 4.
-  template <typename Source, typename Store, typename Between>
+  template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void many(int first, int count, int parts, int rank, const FourOf<E>* weights,
-                                              float* partials, const Source& source, const Store& store,
-                                              const Between& between) {
+                                              float* partials, const Source& source, const Store& store, const Ask& ask,
+                                              const Meanwhile& meanwhile) {
     constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1;
     constexpr int kAhead = kEighths <= 8 ? 3 : 1;  // chunks that are asked for before they are multiplied
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -502,7 +614,7 @@ struct ResidentProduct {
         if constexpr (kInner % 4 == 0) {
           if (from[g] != nullptr && (kInner % 16 == 0 ? chunk < kChunks : k < kInner)) {
             if constexpr (kPublished) {
-              ask(from[g] + chunk * 16, x[g]);
+              ask_published(from[g] + chunk * 16, x[g]);
             } else {
               x[g] = *reinterpret_cast<const FourOf<E>*>(from[g] + chunk * 16);
             }
@@ -519,7 +631,8 @@ struct ResidentProduct {
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) start(slice + i * slices, ahead[i]);
-    between();
+    ask();
+    meanwhile();
     float d[kEighths][4] = {};
 #pragma unroll 1
     for (int begin = slice; begin < kChunks; begin += kAhead * slices) {
@@ -535,7 +648,7 @@ struct ResidentProduct {
               const int asked = begin + (j < i ? j + kAhead : j) * slices;
 #pragma unroll
               for (int g = 0; g < 2; ++g) {
-                if (is_missing(ahead[j][g])) ask(from[g] + asked * 16, ahead[j][g]);
+                if (is_missing(ahead[j][g])) ask_published(from[g] + asked * 16, ahead[j][g]);
               }
             }
           }

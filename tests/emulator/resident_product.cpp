@@ -35,7 +35,8 @@ static void launch(unsigned seed) {
     if (call->between < 0) {
       Product::run(call->count, rank, weights, partials, source, store);
     } else {
-      Product::run_between(call->count, rank, weights, partials, source, store, [] { ++call->between; });
+      Product::run_between(
+          call->count, rank, weights, partials, source, store, [] { ++call->between; }, [] { ++call->between; });
     }
   };
   emulator::launch(kernel, kBlocks, kThreads, 1, kWeights * sizeof(FourOf<E>) + Product::kPartialBytes, seed);
@@ -57,6 +58,8 @@ extern "C" void run(int which, Call* given, unsigned seed) {
       return launch<float, Multiply::kTf32, 80, 40, true>(seed);
     case 5:
       return launch<Float16, Multiply::kHalf, 272, 24, true>(seed);
+    case 6:  // few columns, of which a lane has all
+      return launch<float, Multiply::kFloat, 1280, 4, true>(seed);
     default:
       return launch<BFloat16, Multiply::kHalf, 48, 24, false>(seed);
   }

@@ -19,6 +19,7 @@ CASES = {  # inner dimension, columns, type, bound
     "wide": (32, 260, torch.float32, 1e-6),
     "tf32": (80, 80, torch.float32, 2e-3),
     "float16": (272, 48, torch.float16, 1e-6),
+    "few columns": (1280, 8, torch.float32, 1e-6),
     "bfloat16": (48, 48, torch.bfloat16, 1e-6),
 }
 
@@ -44,7 +45,7 @@ def multiplied(run, which: str, rows: torch.Tensor, matrix: torch.Tensor, betwee
         0 if between else -1,
     )  # fmt: skip
     run([*CASES].index(which), ctypes.byref(call), 1)
-    assert call.between == (2 * 512 if between else -1)  # by each thread of two blocks
+    assert call.between == (2 * 2 * 512 if between else -1)  # two of them by each thread of two blocks
     return result
 
 
@@ -55,7 +56,7 @@ def test_any_number_of_rows(which, run):
     matrix = torch.randn(inner, columns).to(dtype)
     rows = torch.randn(83, inner).to(dtype)
     want = (rows.double() @ matrix.double()).float()
-    for count in (1, 3, 8, 9, 17, 33, 50, 83):
+    for count in (1, 2, 3, 8, 9, 17, 33, 50, 83):
         given = matrix if count % 2 else matrix.t().contiguous().t()
         found = multiplied(run, which, rows[:count], given)
         assert relative_error(found, want[:count]) < bound, count

@@ -159,7 +159,7 @@ class SourceWriter {
       if (leaves && (step.edges || step.leaf_code.empty())) continue;
       const auto body = [&](int each) {
         const Parts parts = kernel_parts(program_, step, leaves, {&partition_.published, -1, {}}, each);
-        return parts.declared + parts.early + parts.late + " }";
+        return parts.declared + parts.early + parts.meanwhile + parts.late + " }";
       };
       cases += label(i, leaves ? ScriptInstruction::kRunLeaves : ScriptInstruction::kRun) +
                "{ constexpr int columns = " + std::to_string(step.width) + ";";
@@ -263,7 +263,8 @@ class SourceWriter {
              " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
              " && own < columns; const int pair = mine ? threadIdx.x / " + units +
              " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared + " " +
-             product + "[&] { if (mine) { " + body.early + " } }); if (mine) { " + body.late + " } } break;";
+             product + "[&] { if (mine) { " + body.early + " } }, [&] { if (mine) { " + body.meanwhile +
+             " } }); if (mine) { " + body.late + " } } break;";
   }
 
   // Whether a gradient is the first and the last of the terms of its matrix or vector, as template arguments.

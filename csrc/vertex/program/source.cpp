@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <numeric>
 #include <set>
+#include <span>
+#include <utility>
 
 #include "common/expression.h"
 
@@ -27,13 +30,16 @@ class Writer {
   }
 
   Parts parts() {
+    const bool loops = std::any_of(code_.begin(), code_.end(), [](const Instruction& i) { return i.op == Op::kBegin; });
     if (kernel_.reduces) {
       reductions();
+    } else if (placed_.awaited >= 0 && !loops) {
+      beside_product();
     } else {
       instructions();
     }
     indices();
-    return {declared_, indices_ + early_, text_};
+    return {declared_, indices_ + early_ + users_, meanwhile_, text_};
   }
 
  private:
@@ -72,6 +78,59 @@ class Writer {
     }
   }
 
+  // Every result has a variable of its own, so that what does not need the product is worked out while the product
+  // waits for its rows. What other blocks wait for is stored as soon as it is there, before all other stores.
+  void beside_product() {
+    std::map<const Instruction*, std::vector<const Instruction*>> published;  // by what they store
+    std::set<const Instruction*> placed;                                      // all of these
+    std::map<int32_t, const Instruction*> last;                               // results, by register
+    for (const Instruction& i : code_) {
+      if (!info(i.op).stores) {
+        last[i.result] = &i;
+      } else if (is_published(i.buffer)) {
+        const auto result = last.find(i.a());
+        if (result == last.end() || std::any_of(result->second, &i, [&](const auto& x) { return reads(x, i.buffer); }))
+          continue;
+        published[result->second].push_back(&i);
+        placed.insert(&i);
+      }
+    }
+    std::set<std::string> known;  // before the product
+    std::set<int32_t> stored;
+    std::string others;  // stores
+    const auto publish = [&](const Instruction& i) {
+      for (const Instruction* store : published[&i]) instruction(*store);
+    };
+    for (const Instruction& i : code_) {
+      const auto operands = std::span(i.operands).first(static_cast<size_t>(info(i.op).operands));
+      if (info(i.op).stores) {
+        stored.insert(i.buffer);
+        if (placed.contains(&i)) continue;
+        std::swap(text_, others);
+        instruction(i);
+        std::swap(text_, others);
+        continue;
+      }
+      const bool uses = are_early_uses(i, stored), load = is_early_load(i, stored);
+      const bool is_known = uses || load || i.op == Op::kZero || i.op == Op::kConstant ||
+                            (info(i.op).elementwise && std::all_of(operands.begin(), operands.end(), [&](int32_t r) {
+                               return known.contains(name_of(r));
+                             }));
+      const bool reads_stored = std::any_of(stored.begin(), stored.end(), [&](int32_t b) { return reads(i, b); });
+      if (!is_known && reads_stored) text_ += std::exchange(others, {});
+      std::string& to = load ? early_ : is_known ? meanwhile_ : text_;
+      result_ = "v" + std::to_string(&i - code_.data());
+      declared_ += " T " + result_ + ";";
+      std::swap(text_, to);
+      uses ? first_use(i) : instruction(i);
+      std::swap(text_, to);
+      names_[i.result] = std::exchange(result_, {});
+      if (is_known) known.insert(names_[i.result]);
+      publish(i);
+    }
+    text_ += others;
+  }
+
   bool is_early_load(const Instruction& i, const std::set<int32_t>& stored) const {
     return i.op == Op::kLoad && i.access != Access::kChild && i.buffer != placed_.awaited && !stored.contains(i.buffer);
   }
@@ -105,9 +164,10 @@ class Writer {
     }
     if (reads_uses_) {
       declared_ += " int uses, uses_end, first_user = 0, first_column = -1;";
-      indices_ +=
-          " uses = first_use[row], uses_end = first_use[row + 1];"
-          " if (uses < uses_end) { first_user = users[2 * uses]; first_column = users[2 * uses + 1]; }";
+      indices_ += " uses = first_use[row], uses_end = first_use[row + 1];";
+      // Behind the other loads, which need not wait for it.
+      users_ =
+          " if (uses < uses_end) { first_user = users[2 * uses]; first_column = users[2 * uses + 1];" + users_ + " }";
     }
   }
 
@@ -143,10 +203,25 @@ class Writer {
     return a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b;
   }
 
+  // What is in a register.
+  std::string name_of(int32_t r) const {
+    const auto found = names_.find(r);
+    return found != names_.end() ? found->second : "r" + std::to_string(r) + (each_ > 1 ? "[c]" : "");
+  }
+
+  // Whether an instruction reads a buffer.
+  bool reads(const Instruction& i, int32_t b) const {
+    if (i.op == Op::kLoad) return i.buffer == b;
+    if (i.op != Op::kUses) return false;
+    const auto& table = program_.tables[i.table];
+    return std::any_of(table.begin(), table.end(), [&](const Use& use) { return use.buffer == b; });
+  }
+
+  bool is_published(int32_t b) const { return placed_.published != nullptr && (*placed_.published)[b]; }
+
   // A store there.
   std::string stored_as(int32_t b, const std::string& element, const std::string& value) const {
-    const bool published = placed_.published != nullptr && (*placed_.published)[b];
-    return published ? "publish(" + element + ", " + value + ");" : element + " = " + value + ";";
+    return is_published(b) ? "publish(" + element + ", " + value + ");" : element + " = " + value + ";";
   }
 
   // Element j of buffer b, as T, in the row of a vertex or, where the buffer has a row per edge, of an edge.
@@ -206,11 +281,12 @@ class Writer {
     return text + " }";
   }
 
-  // Beside a product: that of the first use is asked for before it, and waited for after it.
+  // Beside a product: that of the first use is asked for before it.
   void first_use(const Instruction& i) {
-    const std::string e = "e" + std::to_string(&i - code_.data()), r = "r" + std::to_string(i.result);
+    const std::string e = "e" + std::to_string(&i - code_.data()),
+                      r = result_.empty() ? "r" + std::to_string(i.result) : result_;
     declared_ += " T " + e + " = T(0);";
-    early_ += " if (uses < uses_end) { const long long q = first_user;" + each_column(i, "first_column", e) + " }";
+    users_ += " { const long long q = first_user;" + each_column(i, "first_column", e) + " }";
     text_ += " " + r + " = " + e + ";" + each_use("uses + 1") + each_column(i, "column", r) + " }";
   }
 
@@ -234,10 +310,8 @@ class Writer {
   }
 
   void instruction(const Instruction& i) {
-    const std::string one = each_ > 1 ? "[c]" : "",
-                      r = result_.empty() ? "r" + std::to_string(i.result) + one : result_,
-                      a = "r" + std::to_string(i.a()) + one, b = "r" + std::to_string(i.b()) + one,
-                      c = "r" + std::to_string(i.c()) + one;
+    const std::string r = result_.empty() ? name_of(i.result) : result_, a = name_of(i.a()), b = name_of(i.b()),
+                      c = name_of(i.c());
     const auto set = [&](const std::string& value) { text_ += loop_ + " " + r + " = " + value + ";"; };
     switch (i.op) {
       case Op::kLoad:
@@ -310,17 +384,18 @@ class Writer {
   int each_;
   std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
   const Placed placed_;
-  std::string declared_, indices_, early_, text_;
+  std::string declared_, indices_, early_, users_, meanwhile_, text_;
   std::set<int32_t> gathered_;  // columns
   bool reads_vertex_ = false, reads_uses_ = false;
-  std::string result_;  // instead of an instruction's register
+  std::string result_;                    // instead of an instruction's register
+  std::map<int32_t, std::string> names_;  // of what is in registers, where it is not their own
 };
 
 }  // namespace
 
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves, int each) {
   const Parts parts = Writer(program, kernel, leaves, each).parts();
-  return parts.declared + parts.early + parts.late;
+  return parts.declared + parts.early + parts.meanwhile + parts.late;
 }
 
 Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each) {

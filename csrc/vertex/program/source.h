@@ -29,9 +29,10 @@ struct Placed {
   std::string is_there;
 };
 
-// What the statements of a kernel body declare, those that may run before the product, and the others.
+// What the statements of a kernel body declare; beside a product those that ask memory and those that work out what
+// does not need the product, and what comes after it; else all are late, behind their loads.
 struct Parts {
-  std::string declared, early, late;
+  std::string declared, early, meanwhile, late;
 };
 Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each = 1);
 

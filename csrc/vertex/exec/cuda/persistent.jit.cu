@@ -72,11 +72,12 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
       });
 }
 
-// The same of the few rows of a pair, whose sums stay in `sums`, too; between() runs while they are under way.
-template <typename Product, typename E, typename Between>
+// The same of the few rows of a pair, whose sums stay in `sums`, too; ask() and meanwhile() run while they are under
+// way.
+template <typename Product, typename E, typename Ask, typename Meanwhile>
 __device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
                                                 int count, int rank, const FourOf<E>* weights, unsigned char* partials,
-                                                float* sums, const Between& between) {
+                                                float* sums, const Ask& ask, const Meanwhile& meanwhile) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
@@ -86,7 +87,7 @@ __device__ __forceinline__ void product_between(const BufferArgument& source, co
         to[i * to_stride + column] = E(sum);
         sums[i * Product::kColumns + local] = float(E(sum));
       },
-      between);
+      ask, meanwhile);
 }
 
 // Before the first use of what is on its way from the matrices; kernels of leaves run meanwhile.
