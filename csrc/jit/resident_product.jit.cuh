@@ -65,6 +65,11 @@ struct alignas(4 * sizeof(E)) FourOf {
   E x[4];
 };
 
+// The compiler works x out here, not where it is needed first.
+__device__ __forceinline__ void pin(int& x) {
+  asm volatile("" : "+r"(x));
+}
+
 // kPublished: rows of the left factor are waited for (common/cuda/words.jit.cuh); kInner is a multiple of four.
 template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
 struct ResidentProduct {
@@ -304,6 +309,7 @@ struct ResidentProduct {
       return weights[place(four / 4, column / 8) + column % 8 * 4 + four % 4];
     };
     Held<kBatch * D::kEach, (kBatch * 4 + D::kEach) * kRows> held;
+    const Own<kAtOnce> own(rank);
     float sums[D::kSums] = {};
     const E* from[kRows];
 #pragma unroll
@@ -340,15 +346,16 @@ struct ResidentProduct {
       }
     }
     D::add_up(sums);
-    finish<kAtOnce, false>(first, rows, 8, D::kActive, rank, weights, partials, source, store, [&](int begin, int end) {
-      if (warp >= D::kActive) return;
+    finish<kAtOnce, false>(own, first, rows, 8, D::kActive, rank, weights, partials, source, store,
+                           [&](int begin, int end) {
+                             if (warp >= D::kActive) return;
 #pragma unroll
-      for (int i = 0; i < D::kLeft; ++i) {
-        const int found = D::which(i), column = D::column(found / kRows);
-        if (found < 0 || column < begin || column >= end) continue;
-        partials[(warp * 8 + found % kRows) * (kAtOnce + 4) + column - begin] = sums[i];
-      }
-    });
+                             for (int i = 0; i < D::kLeft; ++i) {
+                               const int found = D::which(i), column = D::column(found / kRows);
+                               if (found < 0 || column < begin || column >= end) continue;
+                               partials[(warp * 8 + found % kRows) * (kAtOnce + 4) + column - begin] = sums[i];
+                             }
+                           });
   }
 
   // Neighbours of kGroups rows from where(0), where(1), ... on; zeros beyond kInner, and where there is no row. The
@@ -408,33 +415,52 @@ struct ResidentProduct {
     }
   }
 
+  // Which of the first columns that finish() adds up at once is the thread's: worked out before the rows are there, for
+  // nothing hides it after.
+  template <int kColumnsAtOnce>
+  struct Own {
+    static constexpr int kWidth = kColumns < kColumnsAtOnce ? kColumns : kColumnsAtOnce;
+    int row, local, column;
+    __device__ __forceinline__ explicit Own(int rank)
+        : row(threadIdx.x / kWidth), local(threadIdx.x % kWidth), column(Columns::of(local, rank)) {
+      pin(row), pin(local), pin(column);
+    }
+  };
+
   // Adds up `terms` partial sums of `rows` rows, kColumnsAtOnce at a time: write(begin, end) puts those of columns
   // [begin, end) that this warp has at partials[(term * apart + row) * (kColumnsAtOnce + 4) + column - begin].
   template <int kColumnsAtOnce, bool kAgain, typename Source, typename Store, typename Write>
-  static __device__ __forceinline__ void finish(int first, int rows, int apart, int terms, int rank,
-                                                const FourOf<E>* weights, float* partials, const Source& source,
-                                                const Store& store, const Write& write) {
+  static __device__ __forceinline__ void finish(const Own<kColumnsAtOnce>& own, int first, int rows, int apart,
+                                                int terms, int rank, const FourOf<E>* weights, float* partials,
+                                                const Source& source, const Store& store, const Write& write) {
     constexpr int kPitch = kColumnsAtOnce + 4, kChains = 4;  // of additions
+    const auto add = [&](int row, int local, int column, const float* of) {
+      float sums[kChains] = {};
+      int term = 0;
+      for (; term + kChains <= terms; term += kChains) {
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) sums[chain] += of[(term + chain) * apart * kPitch];
+      }
+      for (; term < terms; ++term) sums[0] += of[term * apart * kPitch];
+      float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      if constexpr (kAgain && kMultiply == Multiply::kFloat) {
+        if (sum != sum && column >= 0) sum = one_by_one(source(first + row), weights, local);
+      }
+      if (column >= 0) store(first + row, local, column, sum);
+    };
 #pragma unroll
     for (int begin = 0; begin < kColumns; begin += kColumnsAtOnce) {
       const int columns = kColumns - begin < kColumnsAtOnce ? kColumns - begin : kColumnsAtOnce;
       write(begin, begin + columns);
       __syncthreads();
-      for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
-        const int row = i / columns, local = begin + i % columns, column = Columns::of(local, rank);
-        const float* const of = partials + row * kPitch + i % columns;
-        float sums[kChains] = {};
-        int term = 0;
-        for (; term + kChains <= terms; term += kChains) {
-#pragma unroll
-          for (int chain = 0; chain < kChains; ++chain) sums[chain] += of[(term + chain) * apart * kPitch];
-        }
-        for (; term < terms; ++term) sums[0] += of[term * apart * kPitch];
-        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-        if constexpr (kAgain && kMultiply == Multiply::kFloat) {
-          if (sum != sum && column >= 0) sum = one_by_one(source(first + row), weights, local);
-        }
-        if (column >= 0) store(first + row, local, column, sum);
+      int i = threadIdx.x;
+      if (begin == 0) {
+        if (own.row < rows) add(own.row, own.local, own.column, partials + own.row * kPitch + own.local);
+        i += kThreads;
+      }
+      for (; i < rows * columns; i += kThreads) {
+        const int row = i / columns, local = begin + i % columns;
+        add(row, local, Columns::of(local, rank), partials + row * kPitch + i % columns);
       }
       __syncthreads();
     }
@@ -523,6 +549,7 @@ struct ResidentProduct {
       const int chunk = warp + i / kEighths * kWarps;
       return weights[place(kChunks % kWarps == 0 ? chunk : min(chunk, kChunks - 1), i % kEighths) + lane];
     };
+    const Own<kAtOnce> own(rank);
     float d[kTiles][kSums][4] = {};
     const E* const from[1] = {lane / 4 < rows ? source(first + lane / 4) : nullptr};
 #pragma unroll
@@ -574,20 +601,21 @@ struct ResidentProduct {
         }
       }
     }
-    finish<kAtOnce, true>(first, rows, 8, kActive, rank, weights, partials, source, store, [&](int begin, int end) {
-      if (warp >= kActive) return;
+    finish<kAtOnce, true>(own, first, rows, 8, kActive, rank, weights, partials, source, store,
+                          [&](int begin, int end) {
+                            if (warp >= kActive) return;
 #pragma unroll
-      for (int tile = begin / 16; tile * 16 < end; ++tile) {
+                            for (int tile = begin / 16; tile * 16 < end; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float sum = 0.0f;
+                              for (int i = 0; i < 4; ++i) {
+                                float sum = 0.0f;
 #pragma unroll
-          for (int s = kSums; s > 0; --s) sum += d[tile][s - 1][i];
-          const int row = lane % 4 * 2 + i % 2, column = tile * 16 - begin + i / 2 * 8 + lane / 4;
-          partials[(warp * 8 + row) * (kAtOnce + 4) + column] = sum;
-        }
-      }
-    });
+                                for (int s = kSums; s > 0; --s) sum += d[tile][s - 1][i];
+                                const int row = lane % 4 * 2 + i % 2, column = tile * 16 - begin + i / 2 * 8 + lane / 4;
+                                partials[(warp * 8 + row) * (kAtOnce + 4) + column] = sum;
+                              }
+                            }
+                          });
   }
 
   // Up to 16 * parts rows from `first` on; parts is 1, 2 or 4.
@@ -690,18 +718,19 @@ struct ResidentProduct {
       }
     }
     const int terms = kChunks < slices ? kChunks : slices;
-    finish<kManyAtOnce, true>(
-        first, rows, parts * kPartRows, terms, rank, weights, partials, source, store, [&](int begin, int end) {
-          if (slice >= terms) return;
+    finish<kManyAtOnce, true>(Own<kManyAtOnce>(rank), first, rows, parts * kPartRows, terms, rank, weights, partials,
+                              source, store, [&](int begin, int end) {
+                                if (slice >= terms) return;
 #pragma unroll
-          for (int n = begin / 8; n * 8 < end; ++n) {
+                                for (int n = begin / 8; n * 8 < end; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int row = part * kPartRows + i / 2 * 8 + lane / 4, column = n * 8 - begin + lane % 4 * 2 + i % 2;
-              partials[(slice * parts * kPartRows + row) * (kManyAtOnce + 4) + column] = d[n][i];
-            }
-          }
-        });
+                                  for (int i = 0; i < 4; ++i) {
+                                    const int row = part * kPartRows + i / 2 * 8 + lane / 4,
+                                              column = n * 8 - begin + lane % 4 * 2 + i % 2;
+                                    partials[(slice * parts * kPartRows + row) * (kManyAtOnce + 4) + column] = d[n][i];
+                                  }
+                                }
+                              });
   }
 };
 

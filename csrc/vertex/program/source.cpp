@@ -351,8 +351,13 @@ class Writer {
         break;
       case Op::kScatter:
         if (i.gather >= 0) {
-          text_ += each_use() + " if (column == " + std::to_string(i.gather) + ")" + loop_ + " " +
-                   stored_as(i.buffer, element(i.buffer, "q", "0", i.column, false), a) + " }";
+          const std::string store = stored_as(i.buffer, element(i.buffer, "q", "0", i.column, false), a);
+          const auto stored = [&](const std::string& column) {
+            return " if (" + column + " == " + std::to_string(i.gather) + ")" + loop_ + " " + store;
+          };
+          const bool first = placed_.awaited >= 0;  // which is looked up before the product, without a loop
+          if (first) text_ += " { const long long q = first_user;" + stored("first_column") + " }";
+          text_ += each_use(first ? "uses + 1" : "uses") + stored("column") + " }";
         } else {
           text_ +=
               " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
