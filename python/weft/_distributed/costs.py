@@ -136,8 +136,8 @@ def predict(
         bytes: that each rank sends, as of :func:`exchange`.
         fixup: seconds that a rank needs once it knows the state that comes in; one rank needs none. Default: 0.
         link: between ranks.
-        host: seconds until the host of one of several ranks has given its device all of the work, the exchange with it:
-            short slices wait for it. Default: 0.
+        host: seconds of the same on one of several ranks whose device only waits for its host, until that has given it
+            all of the work, the exchange with it: short slices do. Default: 0.
 
     Raises:
         ValueError: ranks < 1, bytes < 0, seconds <= 0, fixup < 0 or host < 0.
