@@ -240,23 +240,26 @@ def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -
 
 
 def time_start(over: Together) -> float:
-    """Milliseconds that an exchange adds to a call whose device has nothing to do but wait for its host: the way of the
-    collective through the host, and of ranks that come a little later than others. 0 on a processor, which is the host.
-    """
+    """Milliseconds that an exchange adds to a step whose device has nothing to do but wait for its host: the way of the
+    collective through the host, and of ranks that come a little later than others. Of training steps of two short
+    scans, a diagonal and a dense one, which exchange once each way. 0 on a processor, which is the host."""
     if over.device.type == "cpu":
         return 0.0
-    inputs = [torch.rand(64, 2, 8, device=over.device) for _ in range(2)]
-    group = StandIn(over.size // 2, over.size)
-    try:
-        times = over.measure(
-            {
-                "ranks": step_of(wd.linear_scan, inputs, False),
-                "part": step_of(lambda A, b: wd.linear_scan(A, b, group=group), inputs, False),
-            }
-        )
-    finally:
-        group.close()
-    return max(times["ranks"] - times["part"], 0.0)
+    found = []
+    for shape in ((64, 16, 20), (64, 16, 20, 20)):
+        inputs = [torch.rand(s, device=over.device).div_(20).requires_grad_() for s in (shape, shape[:3])]
+        group = StandIn(over.size // 2, over.size)
+        try:
+            times = over.measure(
+                {
+                    "ranks": step_of(wd.linear_scan, inputs, True),
+                    "part": step_of(lambda A, b, group=group: wd.linear_scan(A, b, group=group), inputs, True),
+                }
+            )
+        finally:
+            group.close()
+        found.append(max(times["ranks"] - times["part"], 0.0) / 2)
+    return statistics.mean(found)
 
 
 def behind_host(part: float, host: float, exchanges: int, start: float) -> float:
@@ -268,9 +271,9 @@ def behind_host(part: float, host: float, exchanges: int, start: float) -> float
         host: until its host has given it to the device.
         start: what an exchange adds to that.
     """
-    phases = exchanges + 1
+    phases, host = exchanges + 1, min(host, part)  # which are measured apart
     # Of the device alone. Part is that and the host's first phase, or the host's time and the device's last phase.
-    busy = phases * max(part - host, 0.0)
+    busy = phases * (part - host)
     if busy > host:
         busy = part - host / phases
     return host + exchanges * start + busy / phases
@@ -291,9 +294,9 @@ def compare(
         host = 0.0
         if times["host"] > 0:
             host = behind_host(times["part"], times["host"], len(sent), over.exchange_start) / 1e3
-        said = wd.predict(
-            times["one_rank"] / 1e3, over.size, sent[0], fixup=fixup + between - first, link=link, host=host
-        )
+        # A slice has costs that do not shrink with it.
+        work = over.size * times["slice"] / 1e3
+        said = wd.predict(work, over.size, sent[0], fixup=fixup + between - first, link=link, host=host)
         times["predicted"] = 1e3 * said.seconds
         told = {"part": times["part"], "its host": times["host"], "start of an exchange": over.exchange_start}
         told = ", ".join(f"{what} {took:.4g} ms" for what, took in told.items())

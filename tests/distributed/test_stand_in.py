@@ -83,7 +83,7 @@ def test_a_step_behind_its_host() -> None:
     assert behind_host(10.0, 2.0, 1, 0.5) == 7.0
     # Both alike: where one way of seeing it ends and the other begins.
     assert behind_host(6.0, 4.0, 1, 0.5) == pytest.approx(behind_host(6.0 + 1e-9, 4.0, 1, 0.5)) == 6.5
-    assert behind_host(3.0, 4.0, 1, 0.0) == 4.0, "measured apart, so that the host may have taken longer"
+    assert behind_host(3.0, 4.0, 1, 0.5) == 3.5, "measured apart, so that the host may have taken longer"
 
 
 def test_one_op_before_the_exchange_and_one_after_it() -> None:

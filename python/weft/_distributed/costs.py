@@ -131,7 +131,8 @@ def predict(
     """What a scan takes that is cut into equal slices for `ranks` ranks.
 
     Args:
-        seconds: of the whole on one rank.
+        seconds: of the whole on one rank; for short slices, which have costs that do not shrink, better `ranks` times
+            those of a slice alone.
         ranks: of the group.
         bytes: that each rank sends, as of :func:`exchange`.
         fixup: seconds that a rank needs once it knows the state that comes in; one rank needs none. Default: 0.
