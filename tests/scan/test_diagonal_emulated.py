@@ -150,7 +150,7 @@ def gradients(run: Run, case: Case, dtype: torch.dtype, seed: int) -> None:
     T, B, H = case.T, case.B, case.H
     A, grad, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
     x, grad_A, grad_b = (off(torch.randn(T, B, H, dtype=state).to(dtype), case.offset) for _ in range(3))
-    strands = 32 if size == 8 else 16  # of a tile
+    strands = 4 * size  # of a tile
     sums = torch.full((-(-T // (strands * case.steps)), B, H), torch.nan, dtype=state)
     grad_x0 = torch.full((B, H), torch.nan, dtype=state)
     end, step = (T - 1) * B * H * size, 0 if case.constant else B * H

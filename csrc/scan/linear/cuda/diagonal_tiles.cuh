@@ -45,7 +45,8 @@ constexpr int kSlots = 4;  // for tiles: one comes in, one gets its totals, one 
 
 template <typename T>
 struct TileShape {
-  static constexpr int kChannels = sizeof(T) < 4 ? 4 / int(sizeof(T)) : 1;  // of a lane
+  // Of a lane: with two of a half type, as a bank of shared memory has them, a tile takes half as long again.
+  static constexpr int kChannels = 1;
   static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kRowBytes = 64;
   static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
