@@ -149,7 +149,8 @@ class TestOnTheDevice:
     @staticmethod
     def run(cell, executor, x, graphs=GRAPHS):
         y = cell(graphs, x, executor=executor)
-        weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device="cuda").view_as(y)
+        # Of one sign, or the sums over all rows cancel each other.
+        weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype, device="cuda").view_as(y)
         return [y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *cell.parameters()])]
 
     @staticmethod
@@ -171,7 +172,7 @@ class TestOnTheDevice:
         wide = copy.deepcopy(cell).double()
         want = self.run(wide, "reference", x.detach().double().requires_grad_())
         for a, b in zip(found, want, strict=True):
-            assert relative_error(a, b) < 1e-5  # sums of biases are of numbers of both signs
+            assert relative_error(a, b) < 3e-6
         if torch.cuda.get_device_capability() == (9, 0):
             names = self.kernels(lambda: self.run(cell, executor, x))
             assert sum("vertex_float_products" in name for name in names) >= 2

@@ -15,7 +15,7 @@ constexpr int kUnitsAtLeast = 3;  // for each multiprocessor; of fewer the parts
 }  // namespace
 
 bool takes(const FloatProduct& p) {
-  constexpr int kMost = 1 << 24;  // so that units, and 8 strides, are counted in 32 bits
+  constexpr int kMost = 1 << 24;  // so that units, and 32 strides, are counted in 32 bits
   const auto lies_well = [](const FloatFactor& f) {
     if (f.stride > kMost) return false;
     return !f.by_inner || (reinterpret_cast<uintptr_t>(f.data) % 16 == 0 && f.stride % 4 == 0);
