@@ -334,6 +334,12 @@ def test_a_step_is_traced_once():
     assert seen[1] <= 2
 
 
+def hooked(h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: 2 * grad)
+    return h
+
+
 BAD_STEPS = {
     "sum": (lambda h, x, p: h + x.sum(), ValueError, r"aten\.sum"),
     "matmul": (lambda h, x, p: h @ x.unsqueeze(-1), ValueError, r"aten\."),
@@ -342,6 +348,8 @@ BAD_STEPS = {
     "index": (lambda h, x, p: h[0] + x, ValueError, r"aten\.select"),
     "random": (lambda h, x, p: h + torch.rand_like(x), ValueError, r"aten\.rand_like"),
     "changes its argument": (lambda h, x, p: h.add_(x), ValueError, "change what it is given"),
+    "detach_": (lambda h, x, p: (h * x).detach_() + x, ValueError, "detach_"),
+    "hook": (lambda h, x, p: hooked(h * x), ValueError, "register_hook"),
     "structure": (lambda h, x, p: (h, x), ValueError, "step must return a tensor"),
     "nothing": (lambda h, x, p: None, ValueError, "step must return a tensor"),
     "shape": (lambda h, x, p: torch.zeros(()), ValueError, "must have the shape of init"),

@@ -27,6 +27,7 @@ from tests.vertex.cells import (
     nets,
     rows,
 )
+from tests.vertex.naive import evaluate
 
 # ---- Autograd --------------------------------------------------------------------------------------------------------
 
@@ -83,6 +84,42 @@ def test_graphs_first_seen_by_a_transform(executor):
     found = torch.func.grad(loss)(x)
     x.requires_grad_()
     assert relative_error(found, torch.autograd.grad(loss(x), x)[0]) < 1e-6
+
+
+def hooked(h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    return h
+
+
+def set_data(h):
+    h.data = h.data.sin()
+    return h
+
+
+OF_AUTOGRAD = {
+    "hook": hooked,
+    "detach_": lambda h: h + (0.5 * h).detach_(),
+    "data": lambda h: h + 0.5 * h.data,
+    "set data": lambda h: set_data(h * 1.0),
+}
+
+
+@executors
+@pytest.mark.parametrize("change", OF_AUTOGRAD)
+def test_what_only_autograd_sees(change, executor):
+    change = OF_AUTOGRAD[change]
+    m, x = cell(change).double(), rows(dtype=torch.float64, requires_grad=True)
+
+    def step(v, below):
+        total = sum((s for s in below if s is not None), torch.zeros(3, dtype=torch.float64))
+        h = change(torch.tanh(x[v] + m.W(total)))
+        return h, h
+
+    out, want = m(GRAPHS, x, executor=executor), evaluate(step, CHILDREN, torch.arange(GRAPHS.num_vertices))
+    assert relative_error(out, want) < 1e-14
+    found, wanted = (torch.autograd.grad(y.sin().sum(), [x, *m.parameters()]) for y in (out, want))
+    assert all(relative_error(f, w) < 1e-13 for f, w in zip(found, wanted, strict=True))
 
 
 @executors

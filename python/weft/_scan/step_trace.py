@@ -22,6 +22,9 @@ __all__ = ["Traced", "traced"]
 
 Step = Callable[[Any, Any, Any], Any]
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OF_AUTOGRAD = frozenset((Tensor.detach_, torch.detach_, Tensor.register_hook, Tensor.retain_grad))
+"""What changes gradients without an operation."""
+_REQUIRES_GRAD = Tensor.requires_grad.__get__
 _VIEWS = frozenset(("aten.alias.default", "aten.expand.default", "aten.detach.default"))
 _SAME = frozenset(("aten.clone.default", "aten.alias.default", "aten.expand.default"))
 _LOG_SIGMOID = "aten.log_sigmoid.default"
@@ -71,6 +74,13 @@ class _Value(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _OF_AUTOGRAD:
+            recorder = args[0].recorder
+            recorder._refuse(
+                ValueError(f"{recorder.op}: step may run pointwise operations of torch only, it ran {func.__name__}")
+            )
+        if func == _REQUIRES_GRAD:  # who asks may do one of these if so
+            return torch.is_grad_enabled() and args[0].is_floating_point()
         # torch imports its distributed tensors before the first operation that it dispatches to Python, which takes
         # seconds: what can be written down without a dispatch is.
         plain = (not kwargs or kwargs == {"inplace": False}) and isinstance(args[0], _Value)

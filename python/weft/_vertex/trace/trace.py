@@ -513,7 +513,7 @@ def _fake(vertex, type: VertexType, own_tensors, requires_grad, rows: int, child
             # A leaf that requires grad could not be changed in place.
             return value.requires_grad_().clone() if grad else value
 
-        stack.enter_context(_NoNumbers(type.name, fake=True))
+        stack.enter_context(_NoNumbers(type.name, recorder.stop, fake=True))
         stack.enter_context(recorder)
         v = _Traced(type, recorder, empty, requires_grad)
         try:
@@ -531,7 +531,7 @@ def _probe(vertex, type: VertexType, obstacle: str, inputs: Sequence[str] = ()) 
     """One row of zeros, for what does not run on fake tensors, perhaps because of these inputs."""
     devices = [type.device] if type.device.type == "cuda" else []
     recorder = _Recorder(type, {}, 1, 1, complete=False)
-    with torch.random.fork_rng(devices), _aside(), _NoNumbers(type.name):
+    with torch.random.fork_rng(devices), _aside(), _NoNumbers(type.name, recorder.stop):
 
         def empty(n: int, spec: Spec, grad: bool) -> Tensor:
             return torch.zeros((n, *spec.shape), dtype=spec.dtype, device=type.device)
@@ -605,10 +605,12 @@ class _Kept:
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do.
+    """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do, and finds what
+    only autograd sees.
 
     Args:
         name: of the vertex function's class.
+        stop: told why it cannot be compiled.
         fake: whether a FakeTensorMode refuses what dispatches. What does not gives numbers of a module's tensors there,
             which a trace would keep.
     """
@@ -618,12 +620,26 @@ class _NoNumbers(TorchFunctionMode):
     )
     _outside = frozenset((Tensor.tolist, Tensor.numpy))
 
-    def __init__(self, name: str, fake: bool = False):
+    _of_autograd = frozenset(
+        (
+            Tensor.detach_,
+            torch.detach_,
+            Tensor.register_hook,
+            Tensor.retain_grad,
+            Tensor.data.__get__,
+            Tensor.data.__set__,
+        )
+    )
+    """What changes gradients without an operation."""
+
+    def __init__(self, name: str, stop: Callable[[str], None], fake: bool = False):
         super().__init__()
-        self._name, self._fake = name, fake
+        self._name, self._stop, self._fake = name, stop, fake
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         refused = self._fake or torch.is_grad_enabled()
         if (func in self._always and not self._fake) or (func in self._outside and refused):
             raise RuntimeError(f"{self._name}: {VALUES_AS_NUMBERS} ({getattr(func, '__name__', func)})")
+        if func in self._of_autograd:
+            self._stop(f"{getattr(func, '__qualname__', func)}, which only autograd sees")
         return func(*args, **(kwargs or {}))
