@@ -274,19 +274,19 @@ def test_what_a_walk_tells_on_a_processor(dtype: torch.dtype, many: bool, tmp_pa
 FLAWS = {
     "does not wait for its rows": ("      copy_wait<1>();\n", ""),
     "takes a state that is not there": (
-        "from_word<Acc>(wait_for_word(state_word(known, c), state))",
+        "from_word<Acc>(wait_for_word(state_word(known), state))",
         "from_word<Acc>(state)",
     ),
     "takes a near state that is not there": ("if (!__any_sync(~0u, first == 0)) {", "if (true) {"),
     "believes the nearest total": (
-        "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);",
+        "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1);",
         "total.follow(roundings(), x);",
     ),
     "believes every total": (
-        "if (!total.follow(roundings(), x)) x = wait_for_state(k, c);",
+        "if (!total.follow(roundings(), x)) x = wait_for_state(k);",
         "total.follow(roundings(), x);",
     ),
-    "believes its own total": ("known &= group.all[c].follow(", "group.all[c].follow("),
+    "believes its own total": ("known &= group.all.follow(", "group.all.follow("),
     "runs nothing again": ("if (known && by_total) x = start;", "x = start;"),
     "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),
     "starts before the starts are there": ("    __syncthreads();\n  }\n}\n", "  }\n}\n"),

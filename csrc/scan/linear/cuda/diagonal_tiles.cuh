@@ -45,10 +45,9 @@ constexpr int kSlots = 4;  // for tiles: one comes in, one gets its totals, one 
 
 template <typename T>
 struct TileShape {
-  // Of a lane: with two of a half type, as a bank of shared memory has them, a tile takes half as long again.
-  static constexpr int kChannels = 1;
-  static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kRowBytes = 64;
-  static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
+  // A lane has a channel: with two of a half type, as a bank of shared memory has them, a tile takes half as long
+  // again.
+  static constexpr int kRowBytes = 64, kLanes = kRowBytes / int(sizeof(T)), kWidth = kLanes;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
   static constexpr int kTotalWords = Total<state_t<T>>::kWords, kWords = kTotalWords + 1;
@@ -68,7 +67,7 @@ struct Tiles {
   bool pieces;                  // addresses, strides and H are multiples of 16 bytes
   unsigned long long* counter;  // zero; null: one chunk, and a block for each of its tiles
   uint32_t* status;             // (slabs, chunks), zero; of several chunks alone, as words
-  uint64_t* words;              // (chunks, slabs, channels of a lane, kWords, kLanes), zero
+  uint64_t* words;              // (chunks, slabs, kWords, kLanes), zero
   void* sums;                   // (chunks, B, H) in the dtype of the state: what each adds to a summed gradient of A
 };
 
@@ -83,10 +82,9 @@ struct alignas(16) TileShared {
   using Shape = TileShape<T>;
   static constexpr int kPlaces = 8;
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
-  double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
-  double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
-  state_t<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
-  state_t<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
+  double totals[2][Shape::kTileStrands][Shape::kTotalWords][Shape::kLanes];
+  double groups[2][Shape::kStrands][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
+  state_t<T> starts[2][Shape::kTileStrands][Shape::kLanes];              // then sums for a summed gradient of A
   Place places[kPlaces];
 };
 
@@ -102,7 +100,7 @@ template <typename T, bool kGradients>
 class Tile {
   using S = TileShape<T>;
   using Acc = state_t<T>;
-  static constexpr int kChannels = S::kChannels, kRowBytes = S::kRowBytes, kPieces = kRowBytes / 16;
+  static constexpr int kRowBytes = S::kRowBytes, kPieces = kRowBytes / 16;
   static constexpr int kLanes = S::kLanes, kStrands = S::kStrands;
 
  public:
@@ -123,7 +121,7 @@ class Tile {
     begin_ = place_.chunk * S::kTileStrands * tiles.steps;
     first_ = begin_ + warp_ * kStrands * tiles.steps;
     count_ = within(first_, kStrands * tiles.steps);
-    owned_ = int(max(int64_t(0), min(int64_t(kChannels), scan_.H - place_.h0 - lane_ * kChannels)));
+    owned_ = place_.h0 + lane_ < scan_.H;
   }
 
   // Starts the copies of the warp's strands.
@@ -145,26 +143,22 @@ class Tile {
 
   __device__ void make_totals() {
     const int strand = warp_ * kStrands + strand_, count = strand_steps(strand);
-    Total<Acc> total[kChannels];
+    Total<Acc> total;
     auto steps = [&](int i, auto some) {
       constexpr int kSome = decltype(some)::value;
-      Lane a[kSome], b[kSome];
+      T a[kSome], b[kSome];
 #pragma unroll
       for (int j = 0; j < kSome; ++j) a[j] = read(A_, strand, i + j), b[j] = read(b_, strand, i + j);
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-#pragma unroll
-        for (int j = 0; j < kSome; ++j) {
-          total[c].step(factor<kGradients>(to_state(a[j].of[c])), to_state(b[j].of[c]));
-          if (j % kFactorsPerNormalise == kFactorsPerNormalise - 1 || j == kSome - 1) total[c].normalise();
-        }
+      for (int j = 0; j < kSome; ++j) {
+        total.step(factor<kGradients>(to_state(a[j])), to_state(b[j]));
+        if (j % kFactorsPerNormalise == kFactorsPerNormalise - 1 || j == kSome - 1) total.normalise();
       }
     };
     int i = 0;
     for (; i + 8 <= count; i += 8) steps(i, std::integral_constant<int, 8>{});
     for (; i < count; ++i) steps(i, std::integral_constant<int, 1>{});
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) keep(shared_.totals[half_][strand][c], total[c]);
+    keep(shared_.totals[half_][strand], total);
   }
 
   // One warp, when those of all strands are made.
@@ -172,12 +166,9 @@ class Tile {
     const bool last = place_.chunk + 1 == tiles_.chunks;
     add_totals();
     if (!last && strand_ == 0) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        Total<Acc> all = kept(shared_.groups[half_][0][c]);
-        for (int i = 1; i < kStrands; ++i) all.then(kept(shared_.groups[half_][i][c]));
-        all.each_word([&](int i, double& word) { put_word(words(place_.chunk, c) + kLanes * i, word); });
-      }
+      Total<Acc> all = kept(shared_.groups[half_][0]);
+      for (int i = 1; i < kStrands; ++i) all.then(kept(shared_.groups[half_][i]));
+      all.each_word([&](int i, double& word) { put_word(words(place_.chunk) + kLanes * i, word); });
     }
     if (!last && place_.chunk > 0) put_status(kTotal);
   }
@@ -186,15 +177,12 @@ class Tile {
   __device__ void find_starts() {
     const bool last = place_.chunk + 1 == tiles_.chunks;
     const Group group = group_totals();
-    Acc before[kChannels], after[kChannels];
+    Acc before, after;
     find_state(before);
     // By the total, as everyone does who follows it.
     bool known = true;
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      after[c] = before[c];
-      if (!last) known &= group.all[c].follow(roundings(), after[c]);
-    }
+    after = before;
+    if (!last) known &= group.all.follow(roundings(), after);
     const bool all_known = !__any_sync(~0u, !known);
     if (all_known && !last) publish_state(after);
     const bool again = !give_starts(group, before);
@@ -210,16 +198,11 @@ class Tile {
     const DiagonalGradients& g = tiles_.problem;
     const int strand = warp_ * kStrands + strand_, count = strand_steps(strand);
     const int64_t first = begin_ + strand * tiles_.steps;
-    Acc x[kChannels], sum[kChannels];
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      x[c] = shared_.starts[half_][strand][c][lane_];
-      sum[c] = Acc{};
-    }
+    Acc x = shared_.starts[half_][strand][lane_], sum{};
     const bool products = kGradients && g.x != nullptr;
     auto steps = [&](int i, auto some) {
       constexpr int kSome = decltype(some)::value;
-      Lane a[kSome], b[kSome], previous[kSome];
+      T a[kSome], b[kSome], previous[kSome];
 #pragma unroll
       for (int j = 0; j < kSome; ++j) {
         a[j] = read(A_, strand, i + j);
@@ -228,21 +211,15 @@ class Tile {
       }
 #pragma unroll
       for (int j = 0; j < kSome; ++j) {
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          x[c] = fused(factor<kGradients>(to_state(a[j].of[c])), x[c], to_state(b[j].of[c]));
-          b[j].of[c] = to_element<T>(x[c]);
-        }
+        x = fused(factor<kGradients>(to_state(a[j])), x, to_state(b[j]));
+        b[j] = to_element<T>(x);
         write(b_, strand, i + j, b[j]);
         if (products) {
           // Without x0 the gradient is zero, also where lambda is not finite.
           const bool none = g.x0 == nullptr && first + i + j + 1 == scan_.T;
-#pragma unroll
-          for (int c = 0; c < kChannels; ++c) {
-            const Acc product = none ? Acc{} : times(x[c], conjugate(to_state(previous[j].of[c])));
-            sum[c] += product;
-            previous[j].of[c] = to_element<T>(product);
-          }
+          const Acc product = none ? Acc{} : times(x, conjugate(to_state(previous[j])));
+          sum += product;
+          previous[j] = to_element<T>(product);
           write(x_, strand, i + j, previous[j]);
         }
       }
@@ -254,22 +231,15 @@ class Tile {
     if (scan_.out != nullptr) store_rows(b_, scan_.out, place_.row * scan_.out_b, scan_.out_t);
     if constexpr (kGradients) {
       if (g.grad_A != nullptr && !g.summed) store_rows(x_, g.grad_A, place_.row * g.grad_A_b, g.grad_A_t);
-      if (g.summed) {
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) shared_.starts[half_][strand][c][lane_] = sum[c];
-      }
-      if (g.grad_x0 != nullptr && count > 0 && first + count == scan_.T) {
-        const int64_t h = place_.h0 + lane_ * kChannels;
-        const T* const A = element(scan_.A, place_.row * scan_.A_b + scan_.T * scan_.A_t) + lane_ * kChannels;
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          if (c >= owned_) continue;
-          const Acc product = times(conjugate(to_state(A[c])), x[c]);
-          if (g.wide_x0) {
-            static_cast<Acc*>(g.grad_x0)[place_.row * scan_.H + h + c] = product;
-          } else {
-            static_cast<T*>(g.grad_x0)[place_.row * scan_.H + h + c] = to_element<T>(product);
-          }
+      if (g.summed) shared_.starts[half_][strand][lane_] = sum;
+      if (g.grad_x0 != nullptr && count > 0 && first + count == scan_.T && owned_) {
+        const int64_t at = place_.row * scan_.H + place_.h0 + lane_;
+        const T* const A = element(scan_.A, place_.row * scan_.A_b + scan_.T * scan_.A_t) + lane_;
+        const Acc product = times(conjugate(to_state(*A)), x);
+        if (g.wide_x0) {
+          static_cast<Acc*>(g.grad_x0)[at] = product;
+        } else {
+          static_cast<T*>(g.grad_x0)[at] = to_element<T>(product);
         }
       }
     }
@@ -279,28 +249,21 @@ class Tile {
   // The finder alone, when all warps have run through their strands.
   __device__ void store_sums() {
     Acc* const to = static_cast<Acc*>(tiles_.sums) + (place_.chunk * scan_.B + place_.row) * scan_.H + place_.h0;
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      sum_t<Acc> sum{};
-      for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[half_][strand][c][lane_];
-      if (c < owned_ && strand_ == 0) to[lane_ * kChannels + c] = rounded<Acc>(sum);
-    }
+    sum_t<Acc> sum{};
+    for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[half_][strand][lane_];
+    if (owned_ && strand_ == 0) to[lane_] = rounded<Acc>(sum);
     __syncwarp();  // before they are starts again
   }
 
  private:
-  // What a lane has of a row.
-  struct alignas(S::kLaneBytes) Lane {
-    T of[kChannels];
-  };
   __device__ int at(int strand, int i) const {
-    return (strand * S::stride(tiles_.steps) + i) * kRowBytes + lane_ * S::kLaneBytes;
+    return (strand * S::stride(tiles_.steps) + i) * kRowBytes + lane_ * int(sizeof(T));
   }
-  __device__ Lane read(const unsigned char* rows, int strand, int i) const {
-    return *reinterpret_cast<const Lane*>(rows + at(strand, i));
+  __device__ T read(const unsigned char* rows, int strand, int i) const {
+    return *reinterpret_cast<const T*>(rows + at(strand, i));
   }
-  __device__ void write(unsigned char* rows, int strand, int i, const Lane& value) const {
-    *reinterpret_cast<Lane*>(rows + at(strand, i)) = value;
+  __device__ void write(unsigned char* rows, int strand, int i, const T& value) const {
+    *reinterpret_cast<T*>(rows + at(strand, i)) = value;
   }
 
   // How many of `most` steps from `first` there are.
@@ -345,7 +308,7 @@ class Tile {
     }
     const int before = strand_ * tiles_.steps, strand = warp_ * kStrands + strand_;
     for (int i = max(0, begin - before); i < min(tiles_.steps, end - before); ++i) {
-      const T* const at = from + (first_ + before + i) * stride + lane_ * kChannels;
+      const T* const at = from + (first_ + before + i) * stride + lane_;
       if constexpr (sizeof(T) >= 4) {
         T* const place = reinterpret_cast<T*>(to + this->at(strand, i));
         if (exist && owned_) {
@@ -354,11 +317,8 @@ class Tile {
           *place = T{};
         }
       } else {  // cp.async has no 2-byte form
-        Lane value{};
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          if (exist && c < owned_) value.of[c] = at[c];
-        }
+        T value{};
+        if (exist && owned_) value = *at;
         write(to, strand, i, value);
       }
     }
@@ -379,11 +339,8 @@ class Tile {
     }
     const int before = strand_ * tiles_.steps, strand = warp_ * kStrands + strand_;
     for (int i = 0; i < strand_steps(strand); ++i) {
-      const Lane value = read(rows, strand, i);
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        if (c < owned_) to[(before + i) * stride + lane_ * kChannels + c] = value.of[c];
-      }
+      const T value = read(rows, strand, i);
+      if (owned_) to[(before + i) * stride + lane_] = value;
     }
   }
 
@@ -405,97 +362,84 @@ class Tile {
 
   // Totals of the tile, and of what is before the 8 strands that the lane takes.
   struct Group {
-    Total<Acc> all[kChannels], before[kChannels];
+    Total<Acc> all, before;
   };
   // Makes of the totals of each 8 strands those of the steps before each, and of all.
   __device__ void add_totals() {
+    Total<Acc> next[kTileWarps], total;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      Total<Acc> next[kTileWarps], total;
+    for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[half_][strand_ * kTileWarps + j]);
 #pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[half_][strand_ * kTileWarps + j][c]);
-#pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) {
-        keep(shared_.totals[half_][strand_ * kTileWarps + j][c], total);
-        if (j == 0) {
-          total = next[j];
-        } else {
-          total.then(next[j]);
-        }
+    for (int j = 0; j < kTileWarps; ++j) {
+      keep(shared_.totals[half_][strand_ * kTileWarps + j], total);
+      if (j == 0) {
+        total = next[j];
+      } else {
+        total.then(next[j]);
       }
-      keep(shared_.groups[half_][strand_][c], total);
     }
+    keep(shared_.groups[half_][strand_], total);
     __syncwarp();
   }
   __device__ Group group_totals() const {
     Group group;
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      Total<Acc>& all = group.all[c];
-      for (int i = 0; i < kStrands; ++i) {
-        if (i == strand_) group.before[c] = all;
-        const Total<Acc> next = kept(shared_.groups[half_][i][c]);
-        if (i == 0) {
-          all = next;
-        } else {
-          all.then(next);
-        }
+    Total<Acc>& all = group.all;
+    for (int i = 0; i < kStrands; ++i) {
+      if (i == strand_) group.before = all;
+      const Total<Acc> next = kept(shared_.groups[half_][i]);
+      if (i == 0) {
+        all = next;
+      } else {
+        all.then(next);
       }
     }
     return group;
   }
 
   // The state before every strand, by totals; false where they cannot say it of one.
-  __device__ bool give_starts(const Group& group, const Acc (&before)[kChannels]) {
+  __device__ bool give_starts(const Group& group, const Acc before) {
     bool known = true;
+    Acc x = before, start[kTileWarps];
+    if (strand_ > 0) known &= group.before.follow(roundings(), x);
+    start[0] = x;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      Acc x = before[c], start[kTileWarps];
-      if (strand_ > 0) known &= group.before[c].follow(roundings(), x);
-      start[0] = x;
-#pragma unroll
-      for (int j = 1; j < kTileWarps; ++j) {
-        start[j] = x;
-        known &= kept(shared_.totals[half_][strand_ * kTileWarps + j][c]).follow(roundings(), start[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) shared_.starts[half_][strand_ * kTileWarps + j][c][lane_] = start[j];
+    for (int j = 1; j < kTileWarps; ++j) {
+      start[j] = x;
+      known &= kept(shared_.totals[half_][strand_ * kTileWarps + j]).follow(roundings(), start[j]);
     }
+#pragma unroll
+    for (int j = 0; j < kTileWarps; ++j) shared_.starts[half_][strand_ * kTileWarps + j][lane_] = start[j];
     return known || begin_ + strand_ * kTileWarps * tiles_.steps >= scan_.T;
   }
 
   // The same by the steps where totals cannot, one strand after the other. `after`: the state after the tile, by its
   // total where that can say it.
-  __device__ void run_again(const Group& group, const Acc (&before)[kChannels], Acc (&after)[kChannels]) {
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      Acc x = before[c], group_start = before[c];
-      Total<Acc> groups;
-      bool known = true;
-      for (int strand = 0; strand < S::kTileStrands; ++strand) {
-        const int number = strand / kTileWarps;
-        if (strand % kTileWarps == 0 && number > 0) {
-          const Total<Acc> next = kept(shared_.groups[half_][number - 1][c]);
-          if (number == 1) {
-            groups = next;
-          } else {
-            groups.then(next);
-          }
-          group_start = before[c];
-          known = groups.follow(roundings(), group_start);
+  __device__ void run_again(const Group& group, const Acc before, Acc& after) {
+    Acc x = before, group_start = before;
+    Total<Acc> groups;
+    bool known = true;
+    for (int strand = 0; strand < S::kTileStrands; ++strand) {
+      const int number = strand / kTileWarps;
+      if (strand % kTileWarps == 0 && number > 0) {
+        const Total<Acc> next = kept(shared_.groups[half_][number - 1]);
+        if (number == 1) {
+          groups = next;
+        } else {
+          groups.then(next);
         }
-        Acc start = group_start;
-        const bool by_total =
-            strand % kTileWarps == 0 || kept(shared_.totals[half_][strand][c]).follow(roundings(), start);
-        if (known && by_total) x = start;
-        shared_.starts[half_][strand][c][lane_] = x;
-        for (int i = 0; i < strand_steps(strand); ++i) {
-          x = fused(factor<kGradients>(to_state(read(A_, strand, i).of[c])), x, to_state(read(b_, strand, i).of[c]));
-        }
+        group_start = before;
+        known = groups.follow(roundings(), group_start);
       }
-      after[c] = before[c];
-      if (!group.all[c].follow(roundings(), after[c])) after[c] = x;
+      Acc start = group_start;
+      const bool by_total = strand % kTileWarps == 0 || kept(shared_.totals[half_][strand]).follow(roundings(), start);
+      if (known && by_total) x = start;
+      shared_.starts[half_][strand][lane_] = x;
+      for (int i = 0; i < strand_steps(strand); ++i) {
+        x = fused(factor<kGradients>(to_state(read(A_, strand, i))), x, to_state(read(b_, strand, i)));
+      }
     }
+    after = before;
+    if (!group.all.follow(roundings(), after)) after = x;
   }
 
   __device__ uint32_t* status(int64_t chunk) const {
@@ -505,51 +449,33 @@ class Tile {
   __device__ void put_status(uint32_t value) const {
     if (threadIdx.x % 32 == 0) store_word(status(place_.chunk), value);
   }
-  __device__ uint64_t* words(int64_t chunk, int c) const {
-    return tiles_.words + ((chunk * tiles_.slabs + place_.slab) * kChannels + c) * S::kWords * kLanes + lane_;
+  __device__ uint64_t* words(int64_t chunk) const {
+    return tiles_.words + (chunk * tiles_.slabs + place_.slab) * S::kWords * kLanes + lane_;
   }
 
   // The state before the tile.
-  __device__ void find_state(Acc (&x)[kChannels]) {
+  __device__ void find_state(Acc& x) {
     const int64_t chunk = place_.chunk;
     if (chunk == 0) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        x[c] = scan_.x0 != nullptr && c < owned_
-                   ? to_state(element(scan_.x0, place_.row * scan_.x0_b)[lane_ * kChannels + c])
-                   : Acc{};
-      }
+      x = scan_.x0 != nullptr && owned_ ? to_state(element(scan_.x0, place_.row * scan_.x0_b)[lane_]) : Acc{};
       return;
     }
-    // Of a half type two lanes have the same two channels: each follows one.
-    const int c = strand_ % kChannels;
-    Acc state;
-    follow_tiles(chunk, c, state);
-    if constexpr (kChannels == 1) {
-      x[0] = state;
-    } else {
-      static_assert(kStrands % kChannels == 0);
-      shared_.found[c][lane_] = state;
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i) x[i] = shared_.found[i][lane_];
-      __syncwarp();  // before the next tile's are found
-    }
+    follow_tiles(chunk, x);
   }
-  __device__ void follow_tiles(int64_t chunk, int c, Acc& x) const {
+  __device__ void follow_tiles(int64_t chunk, Acc& x) const {
     // Lane i looks at the i-th tile before this one. The state is mostly that of the first or the second, whose words
     // come in the same trip to L2.
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
       const uint32_t seen = looked_at >= 0 ? load_word(status(looked_at)) : 0;
-      if (near_state(chunk, c, x)) return;
+      if (near_state(chunk, x)) return;
       const unsigned states = __ballot_sync(~0u, seen == kState), any = __ballot_sync(~0u, seen != 0);
       nearest = __ffs(int(states)) - 1;
       found = states != 0 && (((1u << nearest) - 1) & ~any) == 0;
     }
     const int64_t known = chunk - 1 - nearest;
-    const uint64_t state = load_word(state_word(known, c));
+    const uint64_t state = load_word(state_word(known));
     // Totals in batches, so that one trip to L2 serves many, the first of them with the state.
     constexpr int kBatch = sizeof(T) == 8 ? 2 : 4;
     for (int64_t first = known + 1;; first += kBatch) {
@@ -558,30 +484,30 @@ class Tile {
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int j = 0; j < S::kTotalWords; ++j) {
-          seen[i][j] = first + i < chunk ? load_word(words(first + i, c) + kLanes * j) : 1;
+          seen[i][j] = first + i < chunk ? load_word(words(first + i) + kLanes * j) : 1;
         }
       }
-      if (first == known + 1) x = from_word<Acc>(wait_for_word(state_word(known, c), state));
+      if (first == known + 1) x = from_word<Acc>(wait_for_word(state_word(known), state));
       if (first >= chunk) break;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int64_t k = first + i;
         if (k >= chunk) continue;
         Total<Acc> total;
-        total.each_word([&](int j, double& word) { word = wait_for_word(words(k, c) + kLanes * j, seen[i][j]); });
-        if (!total.follow(roundings(), x)) x = wait_for_state(k, c);
+        total.each_word([&](int j, double& word) { word = wait_for_word(words(k) + kLanes * j, seen[i][j]); });
+        if (!total.follow(roundings(), x)) x = wait_for_state(k);
       }
     }
   }
 
   // The state before the tile, where the words that say it for all lanes are there.
-  __device__ bool near_state(int64_t chunk, int c, Acc& x) const {
-    const uint64_t first = load_word(state_word(chunk - 1, c));
-    const uint64_t second = chunk > 1 ? load_word(state_word(chunk - 2, c)) : 0;
+  __device__ bool near_state(int64_t chunk, Acc& x) const {
+    const uint64_t first = load_word(state_word(chunk - 1));
+    const uint64_t second = chunk > 1 ? load_word(state_word(chunk - 2)) : 0;
     uint64_t seen[S::kTotalWords];
     bool second_known = second != 0;
 #pragma unroll
-    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = load_word(words(chunk - 1, c) + kLanes * j);
+    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = load_word(words(chunk - 1) + kLanes * j);
 #pragma unroll
     for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
     if (!__any_sync(~0u, first == 0)) {
@@ -592,19 +518,18 @@ class Tile {
     x = from_word<Acc>(to_word(second));
     Total<Acc> total;
     total.each_word([&](int j, double& word) { word = to_word(seen[j]); });
-    if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);
+    if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1);
     return true;
   }
-  __device__ uint64_t* state_word(int64_t chunk, int c) const {
-    return words(chunk, c) + kLanes * S::kTotalWords;
+  __device__ uint64_t* state_word(int64_t chunk) const {
+    return words(chunk) + kLanes * S::kTotalWords;
   }
-  __device__ Acc wait_for_state(int64_t chunk, int c) const {
-    return from_word<Acc>(wait_for_word(state_word(chunk, c), load_word(state_word(chunk, c))));
+  __device__ Acc wait_for_state(int64_t chunk) const {
+    return from_word<Acc>(wait_for_word(state_word(chunk), load_word(state_word(chunk))));
   }
-  __device__ void publish_state(const Acc (&x)[kChannels]) const {
+  __device__ void publish_state(const Acc& x) const {
     if (strand_ == 0) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) put_word(state_word(place_.chunk, c), as_word(x[c]));
+      put_word(state_word(place_.chunk), as_word(x));
     }
     put_status(kState);
   }
@@ -616,7 +541,7 @@ class Tile {
   const int half_, warp_, lane_, strand_;  // the lane among those of a row, and which of the warp's strands it has
   int64_t begin_, first_;                  // first step of the tile, and of the warp
   int count_;                              // the warp's steps
-  int owned_;                              // channels of the lane
+  bool owned_;                             // whether the lane's channel is within H
   unsigned char *A_, *b_, *x_;
 };
 
