@@ -152,13 +152,13 @@ def test_steady_state_allocates_no_host_memory() -> None:
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
     off = offload("10MB", min_bytes=0)
     held = []
-    for _ in range(8):
+    for _ in range(14):  # the plan of some ten, made beside the step, may be the last
         with off:
             y = chain(x, 6).sum()
         torch.autograd.grad(y, x)
         torch.cuda.synchronize()
         held.append(numbers(off)["host_peak_bytes"])
-    assert len(set(held[4:])) == 1
+    assert len(set(held[10:])) == 1
 
 
 @cuda
