@@ -189,7 +189,7 @@ struct ResidentProduct {
   // while its rows are under way. at(i) reads the i-th.
   template <int kAll, int kOthers>
   struct Held {
-    static constexpr int kMostRegisters = 64, kRoom = (kMostRegisters - kOthers) / int(sizeof(E));
+    static constexpr int kMostRegisters = 24, kRoom = (kMostRegisters - kOthers) / int(sizeof(E));
     static constexpr int kCount = kRoom < 0 ? 0 : kRoom < kAll ? kRoom : kAll;
     FourOf<E> of[kCount > 0 ? kCount : 1];
 
@@ -255,7 +255,8 @@ struct ResidentProduct {
     static constexpr int span() {
       constexpr int kMostSums = 24;
       int found = 4;
-      while (found < 32 && found < kOfWarp && each(2 * found) * kRows <= kMostSums) found *= 2;
+      // Of many columns the lanes' weights would lie in the same banks.
+      while (kColumns <= 10 && found < 32 && found < kOfWarp && each(2 * found) * kRows <= kMostSums) found *= 2;
       return found;
     }
     static constexpr int kSpan = span(), kSets = 32 / kSpan, kEach = each(kSpan);

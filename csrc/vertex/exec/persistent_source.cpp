@@ -241,7 +241,8 @@ class SourceWriter {
     const auto k = static_cast<size_t>(found);
     const Share& share = partition_.shares[k];
     const Step kernel = of_all(k);
-    Placed placed{&partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)"};
+    Placed placed{&partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)",
+                  share.columns};
     int32_t local = 0;
     for (const Segment& g : partition_.shares[number].segments) {
       const auto sum = [&](const std::string& row) {

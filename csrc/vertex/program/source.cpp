@@ -31,9 +31,15 @@ class Writer {
 
   Parts parts() {
     const bool loops = std::any_of(code_.begin(), code_.end(), [](const Instruction& i) { return i.op == Op::kBegin; });
+    // Beside the products of blocks of many columns there are not registers for all that could be worked out.
+    constexpr int kManyColumns = 4, kManyOperands = 12;
+    const auto operands = std::count_if(code_.begin(), code_.end(), [&](const Instruction& i) {
+      return i.op == Op::kUses || (i.op == Op::kLoad && i.buffer != placed_.awaited);
+    });
+    const bool room = placed_.columns <= kManyColumns || operands <= kManyOperands;
     if (kernel_.reduces) {
       reductions();
-    } else if (placed_.awaited >= 0 && !loops) {
+    } else if (placed_.awaited >= 0 && !loops && room) {
       beside_product();
     } else {
       instructions();

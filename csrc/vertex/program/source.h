@@ -27,6 +27,7 @@ struct Placed {
   // The same in row q of the target, which uses the kernel's row, where `is_there`.
   std::vector<std::pair<int32_t, std::string>> used_sums;
   std::string is_there;
+  int columns = 1;  // of a block
 };
 
 // What the statements of a kernel body declare; beside a product those that ask memory and those that work out what
