@@ -23,8 +23,9 @@ bool takes(const FloatProduct& p) {
   if (!lies_well(p.left) || !lies_well(p.right)) return false;
   if (std::max({p.rows, p.columns, p.inner}) > kMost) return false;
   const double tiles = static_cast<double>(float_tiles(p.rows)) * float_tiles(p.columns);
-  const double whole = tiles * kFloatTile * kFloatTile * float_chunks(p.inner) * kFloatDepth;
-  return tiles * float_chunks(p.inner)<kMost&& double(p.rows) * p.columns * p.inner> 0.5 * whole;
+  const double units = tiles * float_chunks(p.inner), whole = units * kFloatTile * kFloatTile * kFloatDepth;
+  const double numbers = static_cast<double>(p.rows) * p.columns * p.inner;
+  return units < kMost && numbers > 0.5 * whole;
 }
 
 bool worth_float_products(const FloatProducts& all) {
