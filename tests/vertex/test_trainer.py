@@ -89,6 +89,35 @@ def test_hooks_of_the_cell(loss, device):
 
 
 @devices
+def test_hooks_of_the_cell_get_what_a_call_gives_them(device):
+    cell = models.TreeLSTM(X, C).to(device)
+    cell.register_forward_pre_hook(lambda _, arguments: (arguments[0], arguments[1] * 2))
+    twin = copy.deepcopy(cell)
+    optimizer, other = (torch.optim.SGD(c.parameters(), 0.1) for c in (cell, twin))
+    trainer = Trainer(cell, optimizer)
+    for batch in batches(tree_lstm, 2, device):
+        trainer.step(*batch)
+        lost = loop_step(twin, other, *batch)
+        assert trainer.sync() == pytest.approx(lost, rel=1e-5)
+    assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
+
+
+class Doubled(models.TreeLSTM):
+    def forward(self, *arguments, **options):
+        return 2 * super().forward(*arguments, **options)
+
+
+def test_a_cell_with_a_forward_of_its_own():
+    cell = Doubled(X, C)
+    twin = copy.deepcopy(cell)
+    optimizer, other = (torch.optim.SGD(c.parameters(), 0.1) for c in (cell, twin))
+    trainer = Trainer(cell, optimizer)
+    (batch,) = batches(tree_lstm, 1)
+    trainer.step(*batch)
+    assert trainer.sync() == pytest.approx(loop_step(twin, other, *batch), rel=1e-5)
+
+
+@devices
 @pytest.mark.parametrize("ignore_index", [-100, 2, 99])
 def test_ignore_index(ignore_index, device):
     data = batches(tree_lstm, 5, device)

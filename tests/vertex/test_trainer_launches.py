@@ -190,6 +190,37 @@ def test_a_launch_that_fails_changes_nothing(emulated, monkeypatch):
     check_unchanged(before, cell, optimizer)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_memory_that_is_missing_changes_nothing(which, emulated, monkeypatch):
+    """Of the flag, then of states: what a first momentum buffer becomes must not depend on it."""
+    cell = models.TreeLSTM(X, C)
+    optimizer = torch.optim.SGD(cell.parameters(), 0.1, momentum=0.9, dampening=0.5)
+    twin, other = copy.deepcopy((cell, optimizer))
+    trainer = Trainer(cell, optimizer)
+    ((graphs, x, targets),) = batches(tree_lstm, 1)
+    before, zeros, zeros_like, made = everything(cell, optimizer), torch.zeros, torch.zeros_like, []
+
+    def of_less(make):
+        def some(*args, **options):
+            made.append(0)
+            if len(made) == which + 1:
+                raise RuntimeError("no memory")
+            return make(*args, **options)
+
+        return some
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", of_less(zeros))
+        patch.setattr(torch, "zeros_like", of_less(zeros_like))
+        with pytest.raises(RuntimeError, match="no memory"):
+            trainer.step(graphs, x, targets)
+    check_unchanged(before, cell, optimizer)
+    for _ in range(2):
+        trainer.step(graphs, x, targets)
+        assert trainer.sync() == pytest.approx(loop_step(twin, other, graphs, x, targets), rel=1e-5)
+    assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
+
+
 def test_schedulers_know_of_the_kernels_steps(emulated, recwarn):
     cell = models.TreeLSTM(X, C)
     optimizer = torch.optim.SGD(cell.parameters(), 0.1)
@@ -308,7 +339,7 @@ def test_a_learning_rate_that_changes_in_place_is_read_at_each_step(make, emulat
     assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("where", ["parameter", "head", "cell", "step", "accumulated"])
+@pytest.mark.parametrize("where", ["parameter", "head", "cell", "step", "accumulated", "own forward"])
 def test_hooks_that_come_between_steps_run(where, emulated):
     cell, head, seen = models.TreeLSTM(X, H), nn.Linear(H, C), []
     optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1)
@@ -324,6 +355,8 @@ def test_hooks_that_come_between_steps_run(where, emulated):
                 head.register_forward_hook(lambda *_: seen.append(0))
             elif where == "cell":
                 cell.register_forward_hook(lambda *_: seen.append(0))
+            elif where == "own forward":
+                head.forward = lambda y: seen.append(0) or F.linear(y, head.weight)
             else:
                 optimizer.register_step_post_hook(lambda *_: seen.append(0))
         trainer.step(*batch)
@@ -367,6 +400,38 @@ def test_a_head_of_other_memory_is_a_loop(emulated):
     assert weft.explain(trainer, BINARY, rows(BINARY, X)).one_kernel
     head.double()
     assert "float32" in weft.explain(trainer, BINARY, rows(BINARY, X)).why
+
+
+def test_a_head_of_other_size_has_a_kernel_of_its_own(emulated):
+    cell, head = models.TreeLSTM(X, H), nn.Linear(H, 7)
+    twin, twin_head = copy.deepcopy(cell), copy.deepcopy(head)
+    optimizer, other = (torch.optim.SGD([*c.parameters(), *h.parameters()], 0.1)
+                        for c, h in ((cell, head), (twin, twin_head)))  # fmt: skip
+    trainer, forms = Trainer(cell, optimizer, head=head), []
+    for step, (graphs, x, targets) in enumerate(batches(tree_lstm, 4)):
+        if step == 2:
+            for h in (head, twin_head):
+                h.weight.data, h.bias.data, h.out_features = h.weight.data[:3].clone(), h.bias.data[:3].clone(), 3
+        wanted = targets % 3
+        trainer.step(graphs, x, wanted)
+        assert trainer.sync() == pytest.approx(loop_step(twin, other, graphs, x, wanted, head=twin_head), rel=1e-5)
+        forms.append(trainer._parts.operands.form[-1])
+    assert forms == [7, 7, 3, 3]
+    head.out_features = 2  # which is not true
+    assert not weft.explain(trainer, graphs, x).one_kernel
+
+
+def test_another_optimizer_is_asked_from_then_on(emulated):
+    cell = models.TreeLSTM(X, C)
+    twin = copy.deepcopy(cell)
+    trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1))
+    for lr, batch in zip((0.1, 0.1, 0.5, 0.5), batches(tree_lstm, 4), strict=True):
+        if trainer.optimizer.param_groups[0]["lr"] != lr:
+            trainer.optimizer = torch.optim.SGD(cell.parameters(), lr)
+        trainer.step(*batch)
+        loop_step(twin, torch.optim.SGD(twin.parameters(), lr), *batch)
+        trainer.sync()
+    assert all(relative_error(p, q) <= BOUND for p, q in zip(cell.parameters(), twin.parameters(), strict=True))
 
 
 def test_where_the_blocks_are_no_longer_resident_it_is_the_loop(emulated, monkeypatch):

@@ -63,6 +63,8 @@ __device__ __forceinline__ void warpgroup_mma_bf16(float (&d)[64], u64 left, u64
         "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
         "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
       : "l"(left), "l"(right), "r"(int(more)));
+#else
+  __trap();  // rather than no product
 #endif
 }
 

@@ -69,10 +69,9 @@ void Executor::run(const std::vector<Entry>& pass, std::span<const Task> tasks, 
           kernel(*e.step, e.first, e.count, e.leaves);
           break;
         case Step::Kind::kProduct:
-          product(*e.step, e.first, e.count);
-          break;
         case Step::Kind::kOuter:
-          break;  // is large
+          run_product(e);
+          break;
         case Step::Kind::kTotal: {
           const auto other = [](const Entry& x) { return x.step == nullptr || x.step->kind != Step::Kind::kTotal; };
           const auto end = std::find_if(pass.begin() + static_cast<std::ptrdiff_t>(i), pass.end(), other);

@@ -158,6 +158,8 @@ class Trainer:
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self._step(graphs, inputs, targets)
+        if self._updates.optimizer is not self.optimizer:
+            self._updates = training.Updates(self.optimizer)
         call = ready(self.cell, graphs, inputs, self.executor)
         again = self._repeats(call, graphs, targets)
         if again:
@@ -174,7 +176,7 @@ class Trainer:
         else:
             one_kernel = self._obstacle(call, parts) is None
         if not (one_kernel and self._train(call, graphs, targets, parts)):
-            self._loop(call, graphs, targets, parts)
+            self._loop(call, graphs, inputs, targets, parts)
         return self._latest
 
     def _repeats(self, call: Ready, graphs: Graphs, targets: object) -> bool:
@@ -217,6 +219,7 @@ class Trainer:
         """What takes part in a step; looked at once as long as the tensors stay the same."""
         trained, heads = self._trained(), self._head_parameters()
         found, key = self._parts, [id(x) for x in (call.tensors, call.compiled, *trained, *heads)]
+        key += [p.shape for p in heads]  # of which there is a kernel
         asked = self.loss, self.executor, self.at
         if found is None or found.key != key or found.asked != asked:
             self._check_trained(trained, self.cell.parameters())
@@ -246,7 +249,7 @@ class Trainer:
                 raise RuntimeError(f"Trainer: the head is on {p.device}, the cell on {call.device}")
         rows = graphs.num_graphs if self.at == "roots" else graphs.num_vertices
         (output,) = call.outputs
-        cell_is_plain = not _module_hooks(self.cell)
+        cell_is_plain = not _does_more(self.cell)
         if self.head is None and cell_is_plain:
             self._check_targets((rows, *output.shape), output.dtype, targets)
         elif self._plain_linear() and cell_is_plain:
@@ -277,18 +280,21 @@ class Trainer:
         return ValueError(f"Trainer: targets must be {shape}, a row per {where}, got {tuple(targets.shape)}")
 
     def _plain_linear(self) -> bool:
-        """Whether the head is a Linear that does nothing else."""
-        return type(self.head) is nn.Linear and not _module_hooks(self.head)
+        """Whether the head is a Linear that does nothing else, and as large as it says."""
+        head = self.head
+        if type(head) is not nn.Linear or _does_more(head):
+            return False
+        return head.weight.shape == (head.out_features, head.in_features)
 
     # The loop.
 
-    def _loop(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> None:
+    def _loop(self, call: Ready, graphs: Graphs, inputs: object, targets: Tensor, parts: _Parts) -> None:
         trained = parts.trained
         classes, bad, known = 0, None, None
         if call.device.type == "cuda":
             _load(call.device)
         with self._own_gradients(call, parts), self._same_buffers() as buffers:
-            y = self._scores(call, graphs)
+            y = self._scores(call, graphs, inputs)
             self._check_targets(y.shape, y.dtype, targets)
             if self.loss == "mse":
                 loss = F.mse_loss(y, targets)
@@ -327,10 +333,11 @@ class Trainer:
                 torch.maximum(refused, bad, out=refused)
             self._pending = _Pending(sent, known, classes, _nothing if kept is None else kept.undo)
 
-    def _scores(self, call: Ready, graphs: Graphs) -> Tensor:
+    def _scores(self, call: Ready, graphs: Graphs, inputs: object) -> Tensor:
         """y. Where rows of the head stay apart, only those that count go through it."""
-        if _module_hooks(self.cell):
-            output = self.cell(graphs, call.rows, executor=self.executor)
+        if _does_more(self.cell):  # its hooks get what a user's call would give them
+            options = {} if self.executor == "auto" else {"executor": self.executor}
+            output = self.cell(graphs, *(() if inputs is None else (inputs,)), **options)
         else:
             (output,) = call.run()
         head = self.head if self.head is not None else _same
@@ -390,8 +397,8 @@ class Trainer:
         for x in call.rows.values():
             if x.requires_grad:
                 return "an input requires grad"
-        if _module_hooks(self.cell):
-            return "the cell has hooks"
+        if _does_more(self.cell):
+            return "the cell has hooks or a forward of its own"
         if self.head is not None and not self._plain_linear():
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
         if torch.is_autocast_enabled(call.device.type):
@@ -435,8 +442,8 @@ class Trainer:
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
         """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
-        updates, numbers, begun = self._updates.begin(parts.operands.reached)
         refused = self._flag(targets.device)
+        updates, numbers, begun = self._updates.begin(parts.operands.reached)
         request = training.Request(
             parts.operands,
             graphs if self.at == "roots" else None,
@@ -654,9 +661,13 @@ def _load(device: torch.device) -> None:
     torch.maximum(flag, bad, out=flag)
 
 
-def _module_hooks(module: nn.Module) -> bool:
-    """Whether something else happens in its call."""
-    return any(map(module.__dict__.__getitem__, HOOKS)) or any(GLOBAL_HOOKS)
+def _does_more(module: nn.Module) -> bool:
+    """Whether something else happens in its call than the class says; of a cell, than its `vertex` says."""
+    attributes = module.__dict__
+    if any(map(attributes.__getitem__, HOOKS)) or any(GLOBAL_HOOKS) or "forward" in attributes:
+        return True
+    bases = [base for base in (VertexFunction, VertexFunctions) if isinstance(module, base)]
+    return any(type(module).forward is not base.forward for base in bases)
 
 
 def _same(x: Tensor) -> Tensor:

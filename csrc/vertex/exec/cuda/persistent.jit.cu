@@ -78,6 +78,7 @@ template <typename Product, typename E, typename Ask, typename Meanwhile>
 __device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
                                                 int count, int rank, const FourOf<E>* weights, unsigned char* partials,
                                                 float* sums, const Ask& ask, const Meanwhile& meanwhile) {
+  static_assert(weft::vertex::kMostPairRows <= 2 * Product::kPartRows, "that many are taken at once");
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;

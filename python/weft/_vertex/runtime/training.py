@@ -253,7 +253,7 @@ class Updates:
     """
 
     def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._known: _Known | None = None
         self._options: _Options | None = None
         self._holds = False
@@ -301,7 +301,7 @@ class Updates:
 
     def obstacle(self) -> str | None:
         """Why it does not know what the optimizer does."""
-        optimizer, found = self._optimizer, None
+        optimizer, found = self.optimizer, None
         if self._options is not None and self._options.hold(optimizer):
             self._holds = self._known is not None and self._known.holds(optimizer)
         else:
@@ -317,11 +317,11 @@ class Updates:
 
     def _known_holds(self) -> bool:
         known = self._known
-        return known is not None and known.holds(self._optimizer) and known.momenta == _momenta(self._optimizer)
+        return known is not None and known.holds(self.optimizer) and known.momenta == _momenta(self.optimizer)
 
     def same(self) -> bool:
         """Whether nothing is new since the latest step. Where it is :meth:`obstacle` says whether that matters."""
-        known, options, optimizer = self._known, self._options, self._optimizer
+        known, options, optimizer = self._known, self._options, self.optimizer
         self._holds = known is not None and options is not None and options.hold(optimizer) and known.holds(optimizer)
         return self._holds
 
@@ -332,9 +332,9 @@ class Updates:
         self._counts.clear()
         for p, before in begun.before:
             if before is None:
-                self._optimizer.state.pop(p, None)
+                self.optimizer.state.pop(p, None)
             else:
-                self._optimizer.state[p] = before
+                self.optimizer.state[p] = before
 
     def _begin_anew(self, reached: Collection[int]) -> tuple[list[Update], list[tuple[float, ...]], Begun]:
         """With states for those that have none."""
@@ -342,7 +342,25 @@ class Updates:
         sources: list[tuple[Mapping, Tensor | None]] = []
         numbers: list[tuple[float, ...]] = []
         begun, self._numbers = Begun([], []), None
-        for group in self._optimizer.param_groups:
+        try:
+            self._update_all(reached, begun, updates, sources, numbers)
+            self._known = _Known.of(self.optimizer, reached, updates, sources)
+        except BaseException:  # no counter is up yet
+            self.undo(begun._replace(counters=[]))
+            raise
+        _C.count_up(begun.counters)
+        return updates, numbers, begun
+
+    def _update_all(
+        self,
+        reached: Collection[int],
+        begun: Begun,
+        updates: list[Update],
+        sources: list[tuple[Mapping, Tensor | None]],
+        numbers: list[tuple[float, ...]],
+    ) -> None:
+        """Adds to the lists what :meth:`begin` gives and what the numbers are of."""
+        for group in self.optimizer.param_groups:
             make = self._sgd if "momentum" in group else self._adam
             places: dict[float, int] = {}  # parameters of a group that were updated as often share numbers
             for p in group["params"]:
@@ -355,9 +373,6 @@ class Updates:
                     numbers.append((self._sgd_numbers if counter is None else self._adam_numbers)(group, which))
                     sources.append((group, counter))
                 updates.append(Update(p, kind, first, second, place))
-        self._known = _Known.of(self._optimizer, reached, updates, sources)
-        _C.count_up(begun.counters)
-        return updates, numbers, begun
 
     def _numbers_of(self, group: Mapping, count: float | None) -> tuple[float, ...]:
         """Of a step that is not the first; with a counter the count after it."""
@@ -367,9 +382,9 @@ class Updates:
 
     def _state(self, p: Tensor, begun: Begun, missing: Mapping[str, Tensor]) -> dict:
         """A parameter's state, with what it lacks."""
-        state = self._optimizer.state.get(p)
+        state = self.optimizer.state.get(p)
         begun.before.append((p, None if state is None else dict(state)))
-        state = self._optimizer.state[p]
+        state = self.optimizer.state[p]
         state.update(missing)
         return state
 
@@ -377,7 +392,7 @@ class Updates:
         """Kind, moments, counter, dampening."""
         dampening, buffer = float(group["dampening"]), None
         if group["momentum"] != 0:
-            state = self._optimizer.state.get(p)
+            state = self.optimizer.state.get(p)
             buffer = state.get("momentum_buffer") if state else None
             if buffer is None:  # which becomes the gradient, dampened or not
                 dampening = 0.0
@@ -392,7 +407,7 @@ class Updates:
 
     def _adam(self, p: Tensor, group: Mapping, begun: Begun) -> tuple:
         """Kind, moments, counter, count."""
-        state = self._optimizer.state.get(p)
+        state = self.optimizer.state.get(p)
         if not state:
             on_device = group["capturable"] or group["fused"]
             double = torch.get_default_dtype() == torch.float64 and not group["fused"]

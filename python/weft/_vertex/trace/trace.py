@@ -7,6 +7,7 @@ computed, and records the program. Everything in it is local to the thread.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._base.torch_private import (
     FAKE_TENSORS,
+    GLOBAL_HOOKS,
     TorchDispatchMode,
     fake_tensors,
     in_transform,
@@ -604,6 +606,16 @@ class _Kept:
         self._tensors.clear()
 
 
+def _notes_modules(func, args: Sequence[object]) -> bool:
+    """Whether it is torch's tracker of modules, as of its counter of operations, whose hooks change nothing."""
+    tracking = sys.modules.get("torch.utils.module_tracker")
+    hook = args[1] if func is Tensor.register_hook and len(args) > 1 else None
+    if tracking is None or getattr(hook, "__module__", None) != torch.autograd.graph.__name__:
+        return False
+    hooks = [hook for of_all in GLOBAL_HOOKS for hook in of_all.values()]
+    return any(isinstance(getattr(hook, "__self__", None), tracking.ModuleTracker) for hook in hooks)
+
+
 class _NoNumbers(TorchFunctionMode):
     """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do, and finds what
     only autograd sees.
@@ -640,6 +652,6 @@ class _NoNumbers(TorchFunctionMode):
         refused = self._fake or torch.is_grad_enabled()
         if (func in self._always and not self._fake) or (func in self._outside and refused):
             raise RuntimeError(f"{self._name}: {VALUES_AS_NUMBERS} ({getattr(func, '__name__', func)})")
-        if func in self._of_autograd:
+        if func in self._of_autograd and not _notes_modules(func, args):
             self._stop(f"{getattr(func, '__qualname__', func)}, which only autograd sees")
         return func(*args, **(kwargs or {}))
