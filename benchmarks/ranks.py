@@ -101,6 +101,8 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
     """A rank's part of a scan: the middle one of RANKS."""
     keys = {"op": "linear_scan", "device": device, "dtype": "fp32", "layout": layout, "H": H, "B": B, "T": T}
     name = case_name(**keys, ranks=RANKS, A="0.8" if forgets else "1")
+    # Other lengths would write the same rows, of another prediction.
+    predicts = layout == "diagonal" and forgets and device == "cuda" and T * RANKS == PREDICTED_STEPS
 
     def run(results: Results) -> list[dict[str, str]]:
         shape = (T, B, H) if layout == "diagonal" else (T, B, H, H)
@@ -141,11 +143,11 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
                 rows.append(results.put(name, "host_forward", "us", ours, "one_rank", alone))
         finally:
             group.close()
-        if layout == "diagonal" and forgets and device == "cuda":
+        if predicts:
             rows += predicted_rows(results, rows[0], {**keys, "T": PREDICTED_STEPS})
         return rows
 
-    return Entry(name, ("forward", "forward_backward", "host_forward", "forward_of_many"), run)
+    return Entry(name, ("forward", "forward_backward", "host_forward", *(["forward_of_many"] if predicts else [])), run)
 
 
 def predicted_rows(results: Results, part: dict[str, str], keys: dict[str, Any]) -> list[dict[str, str]]:

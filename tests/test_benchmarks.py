@@ -15,7 +15,7 @@ import torch
 from weft._rnn.select import choice
 from weft._rnn.select.case import Case
 
-from benchmarks import common, diagonal, layers, newton, packages, rnn, rnn_cases, rnn_targets, scan
+from benchmarks import common, diagonal, layers, newton, packages, ranks, rnn, rnn_cases, rnn_targets, scan
 from tests.benchmark_rows import rnn_rows, row
 
 
@@ -190,6 +190,20 @@ def test_diagonal_scans_are_measured_against_their_streams(tmp_path, monkeypatch
     rows = diagonal.diagonal_entry(16, 2, 40, "bf16", device="cpu").run(results)
     assert [(r["metric"], r["peer"]) for r in rows] == [("forward", "floor"), ("forward_backward", "floor")]
     assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
+
+
+def test_ranks_are_predicted_from_one_part(tmp_path):
+    """That of the slice that RANKS ranks have of the whole, whatever else is measured."""
+    entries = ranks.slice_entries("cuda")
+    (part,) = (entry for entry in entries if "forward_of_many" in entry.metrics)
+    keys = common.parse_case(part.name)
+    assert (int(keys["T"]) * ranks.RANKS, keys["A"]) == (ranks.PREDICTED_STEPS, "0.8")
+    results = common.Results(tmp_path / "results.csv")
+    measured = row(part.name, "forward", mine=8.0, peers=7.0, peer="one_rank")
+    sizes = {"op": "linear_scan", "device": "cpu", "H": 1536, "B": 8, "T": ranks.PREDICTED_STEPS}
+    few, many = ranks.predicted_rows(results, measured, sizes)
+    assert (float(few["peer_value"]), float(many["peer_value"])) == (7.0, 0.875), "the work alone, over 8 and 64 ranks"
+    assert 8.0 <= float(few["weft"]) < 8.1 and 0.875 + 1.0 <= float(many["weft"]) < 2.0
 
 
 def test_host_time_of_small_scans(tmp_path, monkeypatch):
