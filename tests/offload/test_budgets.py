@@ -452,6 +452,14 @@ def test_with_a_budget_the_first_plan_alone_is_waited_for(monkeypatch: pytest.Mo
     assert memory.planned[0].seconds == (4.0, 4.0) and not memory.waiting
     planner.plan_from(memory, use(2.0, read=2))
     assert memory.planned[0].timeline.tensors[0].first_backward == 2 and len(made) == 1
+    planner.plan_from(memory, use(4.0, read=2))
+    assert len(made) == 2
+    future, _ = memory.waiting[0]
+    planner.plan_from(memory, use(4.0, read=3))  # does not wait for the other step's plan, which is never used
+    assert memory.planned[0].timeline.tensors[0].first_backward == 3 and len(made) == 2 and not memory.waiting
+    future.set_result(made[1]())
+    planner._take_plans(memory)
+    assert memory.planned[0].timeline.tensors[0].first_backward == 3
 
 
 def test_a_plan_is_made_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

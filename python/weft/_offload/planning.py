@@ -208,22 +208,27 @@ class Planner:
         copied = use.copied(self._budget is not None)
         for device, budgeted, raw in use.timelines():
             timeline = timeline_of(raw)
-            if not budgeted or not timeline.tensors or device in memory.waiting:
+            waiting = memory.waiting.get(device)
+            if not budgeted or not timeline.tensors or (waiting and self.yields):
                 continue
-            old = memory.planned.get(device)
-            known = known_densities(raw)
-            for before in (old and (old.timeline, old.known), memory.counted.get(device)):
-                if before is not None:
-                    timeline, known = with_densities(timeline, known, *before)
             first = first_saves(raw)
-            link = self.link(device, *copied.get(device, (0, 0, 0, 0)))
-            if link is None and not self.yields:
-                link = self._measured(device)
             signature = (
                 timeline.forward,
                 tuple(first),
                 tuple((t.first_backward, t.last_backward) for t in timeline.tensors),
             )
+            if waiting:
+                if waiting[1]["signature"] == signature:
+                    continue
+                del memory.waiting[device]  # made for another step, it would replace this one's
+            old = memory.planned.get(device)
+            known = known_densities(raw)
+            for before in (old and (old.timeline, old.known), memory.counted.get(device)):
+                if before is not None:
+                    timeline, known = with_densities(timeline, known, *before)
+            link = self.link(device, *copied.get(device, (0, 0, 0, 0)))
+            if link is None and not self.yields:
+                link = self._measured(device)
             like = old if old is not None and old.signature == signature else None
             detailed, paced = use.timed, False
             if like is not None and like.detailed and like.seconds is not None:
@@ -248,7 +253,7 @@ class Planner:
                 rests = _RESTS if (memory.pace.slowdown or 0.0) <= _NOTHING else _LONG_RESTS
                 rest = functools.partial(self._rest, rests, memory)
                 make = functools.partial(self._make, device, timeline, first, signature, seconds, link, share, rest)
-                more = dict(known=known, detailed=detailed, paced=paced)
+                more = dict(signature=signature, known=known, detailed=detailed, paced=paced)
                 if self.yields or like is not None:
                     if like is not None and like.share != share:  # which slows the step
                         del memory.planned[device]
