@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import weft
 import weft._scan.layer_chain as layer_chain
 from torch import Tensor, nn
 from weft import _C
@@ -229,6 +230,20 @@ def test_hooks_that_change_something(where: str, device: str) -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@device
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+def test_norms_of_weights_stay_on_the_chain(norm: str, device: str) -> None:
+    plain, scan = (kind(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)) for kind in (nn.Sequential, ScanSequential))
+    for net in (plain, scan):
+        getattr(nn.utils, norm)(net[0])
+        net.to(device)
+    scan.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 6, device=device, requires_grad=True)
+    assert weft.explain(scan, x).algorithm == "chain_backward"
+    check(plain, scan, x)
 
 
 @device
