@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import weft
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from weft.scan import linear_scan
 
@@ -64,3 +65,42 @@ def test_layers_of_ones_own_channels():
         seen = []
         torch.func.vmap(lambda x: (seen.append(weft.explain(layer, x)), x)[1], in_dims=1)(x)  # noqa: B023
         assert seen[0].algorithm == "reference" and "torch.func" in seen[0].reason
+
+
+def test_chains_with_hooks():
+    """What is said is what runs: the chain has a backward of its own at the output."""
+    x = torch.randn(3, 6)
+
+    def net():
+        return weft.scan.ScanSequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 4)), nn.Tanh())
+
+    def said(net):
+        found = weft.explain(net, x)
+        assert (found.algorithm == "chain_backward") == ("Scan" in type(net(x).grad_fn).__name__)
+        assert len(found.layers) == 4
+        return found.algorithm, found.reason.split(" has hooks")[0]
+
+    def same(m, i, *o):
+        return None
+
+    assert said(net())[0] == "chain_backward"
+    for register, name in (
+        (lambda n: n[2].register_forward_hook(same), "2"),
+        (lambda n: n[1].register_forward_pre_hook(same), "1"),
+        (lambda n: (n[2].register_forward_hook(same), n[1][1].register_full_backward_hook(same)), "1.1"),
+        (lambda n: n[1][0].register_full_backward_pre_hook(same), "1.0"),
+    ):
+        changed = net()
+        register(changed)
+        assert said(changed) == ("torch", name)
+    changed = net()
+    handle = changed[0].register_forward_hook(same)
+    handle.remove()
+    nn.utils.prune.random_unstructured(changed[1][1], "weight", 0.5)
+    changed.register_forward_pre_hook(same)
+    assert said(changed)[0] == "chain_backward"
+    handle = nn.modules.module.register_module_forward_hook(same)
+    try:
+        assert said(net()) == ("torch", "every module")
+    finally:
+        handle.remove()

@@ -20,7 +20,7 @@ from .gated import RGLRU, MinGRU, MinLSTM
 from .linear import is_dense, linear_scan
 from .para import ParaGRU, ParaLSTM
 from .pointwise import checked
-from .sequential import ScanSequential, unrolled
+from .sequential import ScanSequential, hooked, unrolled
 
 __all__ = [
     "SCAN_LAYERS", "ScanExplanation", "explain_chain", "explain_layer", "explain_linear_scan", "explain_pointwise_scan",
@@ -168,5 +168,9 @@ def explain_chain(net: ScanSequential, input: Tensor) -> ScanExplanation:
     if missing:
         reason = f"refused: {', '.join(missing)} has no Jacobian, see weft.sparse.register_jacobian"
         return ScanExplanation(type(net).__name__, _sizes(input), "none", reason, tuple(lines))
+    with_hooks = hooked(net)
+    if with_hooks is not None:
+        reason = f"{with_hooks} has hooks, and no Jacobian knows what they change: as torch.nn.Sequential"
+        return ScanExplanation(type(net).__name__, _sizes(input), "torch", reason, tuple(lines))
     reason = f"backward is a scan over the transposed Jacobians of {len(lines)} layers"
     return ScanExplanation(type(net).__name__, _sizes(input), "chain_backward", reason, tuple(lines))

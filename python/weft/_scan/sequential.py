@@ -145,19 +145,24 @@ def layers_of(net: nn.Module) -> list[nn.Module]:
     return [module for _, module in unrolled(net)]
 
 
-def _hooked(net: nn.Module) -> bool:
-    """Whether hooks may change what goes into a part, what comes out or its gradients: no Jacobian knows of that."""
-    for module in net._modules.values():
+def hooked(net: nn.Module, prefix: str = "") -> str | None:
+    """The first part whose hooks may change what goes into it, what comes out or its gradients: no Jacobian knows of
+    that. "every module" where torch has hooks of all modules."""
+    if any(GLOBAL_HOOKS):
+        return "every module"
+    for name, module in net._modules.items():
         if module is None:
             continue
         if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return True
+            return f"{prefix}{name}"
         before = module._forward_pre_hooks
         if before and not all(isinstance(hook, _MAKE_WEIGHTS) for hook in before.values()):
-            return True
-        if module._modules and _hooked(module):
-            return True
-    return False
+            return f"{prefix}{name}"
+        if module._modules:
+            inside = hooked(module, f"{prefix}{name}.")
+            if inside is not None:
+                return inside
+    return None
 
 
 def run(
@@ -457,7 +462,7 @@ class ScanSequential(nn.Sequential):
         check_layers(layers)
         if input.dim() == 0:
             raise ValueError("ScanSequential: input must have the batch first, got ()")
-        if any(GLOBAL_HOOKS) or _hooked(self):
+        if hooked(self) is not None:
             return super().forward(input)
         if self.schedule == "auto" and not torch.compiler.is_compiling():
             kept = _kept.get(self)
