@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import weft
@@ -21,6 +21,7 @@ from benchmarks.common import (
     captured,
     case_name,
     check_agreement,
+    hardware,
     measure,
     relative_error,
     show,
@@ -126,19 +127,17 @@ def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: 
 
     def run(results: Results) -> list[dict[str, str]]:
         of_nets = {name: _Nets(name, data(name), device) for name in names}
-        ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        rows: list[dict[str, str]] = []
+        ratios: dict[tuple[str, str], dict[tuple[str, int], tuple[float, float]]] = {}
         # Sizes far apart come first, so that the means of a part are not those of small batches.
         for B, name in itertools.product(sorted(BATCHES, key=lambda B: (BATCHES.index(B) * 3) % len(BATCHES)), names):
             times = of_nets[name].times(B)
             best = min(times[e] for e in ("persistent", "batched") if e in times)
-            ratios.setdefault(("auto", "best"), []).append((times["auto"], best))
+            ratios.setdefault(("auto", "best"), {})[name, B] = times["auto"], best
             for executor, peer in (("persistent", "batched"), ("trainer", "loop")):
                 if executor in times:
-                    ratios.setdefault((executor, "batched"), []).append((times[executor], times[peer]))
+                    ratios.setdefault((executor, "batched"), {})[name, B] = times[executor], times[peer]
             print(f"{name} B={B}", {e: float(f"{time:.4g}") for e, time in times.items()}, flush=True)
-            for row in rows:
-                results.drop(row)
+            _drop_means(results, case.values(), device)
             rows = [_mean(results, case[executor], executor, peer, pairs) for (executor, peer), pairs in ratios.items()]
             results.save()  # a run that is cut off has the means of what it measured
             if name == names[-1]:
@@ -148,13 +147,23 @@ def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: 
     return Entry(" ".join(case.values()), ("forward_backward", "step"), run)
 
 
+def _drop_means(results: Results, cases: Iterable[str], device: str) -> None:
+    """Takes back all means on this device, those of earlier runs, too: of how many cases they are is in their names, so
+    that other means would stand beside the new ones."""
+    begin = tuple(f"{case} " for case in cases)
+    for row in [row for row in results.rows.values() if row["gpu"] == hardware(device)]:
+        if row["case"].startswith(begin):
+            results.drop(row)
+
+
 def _mean(
-    results: Results, case: str, executor: str, peer: str, pairs: Sequence[tuple[float, float]]
+    results: Results, case: str, executor: str, peer: str, pairs: Mapping[tuple[str, int], tuple[float, float]]
 ) -> dict[str, str]:
-    """The row of geometric means of pairs of times."""
-    own, other = (statistics.geometric_mean(column) for column in zip(*pairs, strict=True))
+    """The row of geometric means of pairs of times, each of a net and a batch size."""
+    own, other = (statistics.geometric_mean(column) for column in zip(*pairs.values(), strict=True))
+    case = f"{case} nets={len({name for name, _ in pairs})} cases={len(pairs)}"
     metric = "step" if executor == "trainer" else "forward_backward"
-    return results.put(f"{case} cases={len(pairs)}", metric, "ms", own, peer, other)
+    return results.put(case, metric, "ms", own, peer, other)
 
 
 class _Nets:

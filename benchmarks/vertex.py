@@ -23,8 +23,8 @@ benchmarks.vertex task=train``.
 Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of
 weft.vertex.Trainer, with SGD and momentum in the peers, too. Of six nets (benchmarks/nets.py) they stand beside the
 same net under ``batched``, those of ``executor=auto`` beside the ``best`` of both; rows of ``model=nets`` are geometric
-means over nets and batches of so many cases, alone: ``python -m benchmarks.vertex model=nets``, which takes two minutes
-where ``python -m benchmarks.nets`` has compiled their kernels. ``level_forward`` and
+means over so many cases, each a net at a batch size, alone: ``python -m benchmarks.vertex model=nets``, which takes two
+minutes where ``python -m benchmarks.nets`` has compiled their kernels. ``level_forward`` and
 ``level_backward`` are what one more level of one vertex costs on the device.
 
 All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.

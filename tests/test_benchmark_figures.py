@@ -29,11 +29,22 @@ def test_means_over_six_nets():
         row(case.format("treelstm", B, "trainer"), "step", 1.0, ratio, peer="batched") for B, ratio in ((1, 2), (4, 8))
     ]
     rows.append(row(case.format("treelstm", 25, "trainer"), "step", 1.0, 100.0, peer="batched"))  # of another table
-    assert "takes 4.00 times as long as the Trainer, the geometric mean of 2 nets" in figures.six_nets(rows)
-    together = "model=nets device=cuda dtype=fp32 executor=trainer cases={}"
-    rows += [row(together.format(n), "step", 1.0, ratio, peer="batched") for n, ratio in ((48, 3.0), (40, 5.0))]
+    said = figures.six_nets(rows)
+    assert "takes 4.00 times as long as the Trainer, the geometric mean of 2 of the 48 cases of 6 nets" in said
+    assert "(1 of the nets measured), on GPU, from 2.00x to 8.00x." in said
+
+    def means(nets: int, cases: int, ratio: float, **other: str) -> dict:
+        case = f"model=nets device=cuda dtype=fp32 executor=trainer nets={nets} cases={cases}"
+        return row(case, "step", 1.0, ratio, peer="batched", **other)
+
+    rows += [means(6, 48, 3.0), means(6, 40, 5.0)]
     (said,) = figures.six_nets(rows).splitlines()
-    assert "takes 3.00 times as long as the Trainer, the geometric mean of 48 nets" in said
+    assert "takes 3.00 times as long as the Trainer, the geometric mean of all 48 cases of 6 nets" in said
+    assert said.endswith("8 batch sizes, on GPU.")
+    rows += [means(5, 13, 7.0, date="2026-01-02"), means(6, 48, 9.0, date="2026-01-03", gpu="another")]
+    (said,) = figures.six_nets(rows).splitlines()
+    assert "takes 7.00 times as long as the Trainer, the geometric mean of 13 of the 48 cases of 6 nets" in said
+    assert said.endswith("8 batch sizes (5 of the nets measured), on GPU.")
 
 
 @pytest.mark.slow
@@ -101,7 +112,8 @@ def test_the_figure_of_executors(tmp_path):
     text = plot.page_block("vertex", {"vertex": rows}, tmp_path)
     assert "/vertex_executors.svg" in text and "vertex_batches" not in text
     assert '``"batched"`` takes 1.50 times as long as the persistent executor, the geometric mean of 2' in text
-    assert '``"batched"`` takes 4.00 times as long as the Trainer' in text and "of 1 nets" in text and "on GPU" in text
+    assert '``"batched"`` takes 4.00 times as long as the Trainer' in text
+    assert "geometric mean of 1 of the 48 cases of 6 nets and 8 batch sizes (1 of the nets measured), on GPU" in text
     drawn = (tmp_path / "vertex_executors.svg").read_text()
     assert all(name in drawn for name in ("Trainer", '"batched"', '"persistent"', '"reference"'))
     assert "image" not in plot.page_block("vertex", {"vertex": rows[-2:]}, tmp_path)

@@ -173,12 +173,19 @@ def test_means_of_what_was_measured_so_far(tmp_path, trees, sentences, monkeypat
         entry.run(results)
     assert all(names == {"persistent", "batched", "auto", "trainer", "loop"} for names in done)
     rows = {row["case"]: row["ratio"] for row in read_rows(tmp_path / "vertex.csv")}
-    case = "model=nets device=cpu dtype=fp32 executor={} cases=4"
+    case = "model=nets device=cpu dtype=fp32 executor={} nets=2 cases=4"
     assert rows == {case.format(e): r for e, r in (("persistent", "1.000"), ("trainer", "3.000"), ("auto", "2.000"))}
     assert "bilstm B=" in capsys.readouterr().out
     assert [row["case"] for row in entry.run(results)] == [
         case.format(e).replace("=4", "=6") for e in ("auto", "persistent", "trainer")
     ]
+    done[:] = []
+    later, elsewhere = Results(tmp_path / "vertex.csv"), case.format("trainer").replace("=4", "=5")
+    later.rows["another"] = {**next(iter(later.rows.values())), "case": elsewhere, "gpu": "another"}
+    with pytest.raises(KeyboardInterrupt):
+        entry.run(later)
+    left = [(row["case"], row["gpu"]) for row in read_rows(tmp_path / "vertex.csv")]
+    assert (elsewhere, "another") in left and len(left) == 4, "means of earlier runs are gone, those of other GPUs stay"
 
 
 def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypatch):
