@@ -17,8 +17,8 @@ from tests.sanitized import common
 ROOT = Path(__file__).parents[1]
 ON_CPU = (
     "heads", "newton", "steps", "complex_scans", "batch_first", "readouts", "pointwise", "sequential", "sparse",
-    "chains", "batched", "persistent_trees", "persistent_edges", "persistent_others", "trainer", "trainer_edges",
-    "trainer_types", "copies", "slices",
+    "chains", "batched", "many_rows", "persistent_trees", "persistent_edges", "persistent_others", "trainer",
+    "trainer_edges", "trainer_types", "copies", "slices",
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_every_kernel_is_looked_at() -> None:
             named += [re.search(r"(\w+)\(const ", after)[1] for after in kernels[1:]]
         else:
             assert "namespace weft" in kernels[0], path
-    assert len(named) == 6
+    assert len(named) == 7
     assert all(any(part in name for part in sanitized.KERNELS) for name in named), named
 
 

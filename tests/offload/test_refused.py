@@ -117,15 +117,18 @@ def test_memory_of_the_device_itself() -> None:
             torch.cuda.synchronize()
             off.report()
             torch.cuda.empty_cache()
+            # What others have left free inside of the allocator's segments is room, too.
+            free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            certain = None if enough is False and free >= x.nbytes else enough
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room * x.nbytes) / total)
             found = None
             try:
                 found = torch.autograd.grad(y, x, retain_graph=True)[0]
             except torch.OutOfMemoryError:
-                assert not enough
+                assert not certain
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
-            assert enough is not False or found is None
+            assert certain is not False or found is None
             assert found is None or torch.equal(found, expected)
             del found
             assert torch.equal(torch.autograd.grad(y, x)[0], expected)

@@ -57,6 +57,15 @@ def batched() -> None:
     synchronize()
 
 
+def many_rows() -> None:
+    """Layers and gradients of so many rows that tensor cores multiply them as float32, with tiles that are not full."""
+    module = models.ChainLSTM(132, 128).to(device())
+    graphs = weft.Graphs.chain([1] * 3301).to(device())
+    x = torch.randn(graphs.num_vertices, 132, device=device(), requires_grad=True)
+    module(graphs, x, executor="batched").square().sum().backward()
+    synchronize()
+
+
 def full_trees(rng: random.Random, count: int) -> weft.Graphs:
     return weft.Graphs.from_children([random_tree(rng, rng.randint(1, 7)) for _ in range(count)])
 
@@ -213,7 +222,7 @@ def trainer_types() -> None:
 
 
 PARTS = {
-    "batched": batched, "persistent_trees": persistent_trees, "persistent_edges": persistent_edges,
-    "persistent_others": persistent_others, "trainer": trainer, "trainer_edges": trainer_edges,
-    "trainer_types": trainer_types,
+    "batched": batched, "many_rows": many_rows, "persistent_trees": persistent_trees,
+    "persistent_edges": persistent_edges, "persistent_others": persistent_others, "trainer": trainer,
+    "trainer_edges": trainer_edges, "trainer_types": trainer_types,
 }  # fmt: skip
