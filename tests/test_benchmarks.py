@@ -422,15 +422,13 @@ def test_verdicts():
     assert [v.value for v in rnn_targets.verdicts(late) if not v.holds] == [3.125, 3.125]
 
 
-NOT_REACHED: frozenset[str] = frozenset({
-    "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1 algorithm=newton weights=3 "
-    "forward of scan, at least 0.909091x",
-    'worst of 54 sequences that "auto" takes, at least 0.909x of scan',
+NOT_REACHED: dict[str, float] = {
+    'worst of 54 sequences that "auto" takes, at least 0.909x of scan': 0.85,
     # The products alone leave it less: the row of its peer "floor".
-    "cell=slstm device=cpu dtype=fp32 H=256 B=16 T=256 heads=4 threads=2 forward_backward of eager, at least 8x",
-})  # fmt: skip
-"""Targets of the rnn engine, in the words of their verdicts, that the committed rows do not reach, where they are."""
-NOT_MEASURED = ("flashrnn", "device=cpu dtype=fp32 H=256 B=16 T=256 heads=4")
+    "cell=slstm device=cpu dtype=fp32 H=256 B=16 T=256 heads=4 threads=2 forward_backward of eager, at least 8x": 4.0,
+}
+"""Targets of the rnn engine, in the words of their verdicts, that the committed rows do not reach, and what they do."""
+NOT_MEASURED = ("flashrnn",)
 """Parts of the words of targets that need not have a row."""
 
 
@@ -439,8 +437,9 @@ def test_targets_that_were_reached_are_held():
     if not rows:
         pytest.skip("results/rnn.csv is not there yet")
     found = rnn_targets.verdicts(rows)
-    measured = {v.words for v in found if v.holds is not None}
-    assert {v.words for v in found if v.holds is False} == NOT_REACHED & measured
+    short = {v.words: v.value for v in found if v.holds is False}
+    assert short.keys() == NOT_REACHED.keys()
+    assert all(value >= NOT_REACHED[words] for words, value in short.items())
     devices = {common.parse_case(r["case"])["device"] for r in rows}
     missing = [v.words for v in found if v.holds is None and not any(part in v.words for part in NOT_MEASURED)]
     assert not [words for words in missing if any(f"device={device}" in words for device in devices)]
