@@ -42,9 +42,13 @@ def traced(op: Op) -> list:
 
 
 def few(op: Op, size: int) -> list:
-    """A few of `traced`, in which every so many words meet that do in one of them."""
+    """A few of `traced`, in which every so many words meet that do in one of them: words by their place, and that one
+    of them is left out."""
     left = traced(op)
-    met = [{*itertools.combinations(sorted(set(str(sample).split("-"))), size)} for sample in left]
+    words = [{f"{place}:{word}" for place, word in enumerate(str(sample).split("-"))} for sample in left]
+    every = set().union(*words)
+    marks = [sorted(here | {f"no {word}" for word in every - here}) for here in words]
+    met = [{*itertools.combinations(some, size)} for some in marks]
     missing, chosen = set().union(*met), []
     while missing:
         at = max(range(len(left)), key=lambda i: len(met[i] & missing))
