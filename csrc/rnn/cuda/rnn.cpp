@@ -22,6 +22,7 @@
 #include "common/autograd.h"
 #include "common/cuda/captured.h"
 #include "common/cuda/device_costs.h"
+#include "common/cuda/tf32.h"
 #include "rnn/newton/chunks.h"
 #include "rnn/newton/cuda/newton_kernels.h"
 #include "rnn/newton/forced.h"
@@ -44,16 +45,10 @@ constexpr int64_t kMaxHidden = 16384;
 // Steps, and sequences in both directions, are counted in an int.
 constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 4;
 
-// torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
-bool takes_tf32() {
-  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) ==
-         at::Float32Precision::TF32;
-}
-
 std::optional<RecurrenceType> type_of(at::ScalarType type) {
   if (type == at::kHalf) return RecurrenceType::kHalf;
   if (type == at::kBFloat16) return RecurrenceType::kBFloat16;
-  if (type == at::kFloat) return takes_tf32() ? RecurrenceType::kTF32 : RecurrenceType::kFloat;
+  if (type == at::kFloat) return takes_tf32(at::Float32Op::RNN) ? RecurrenceType::kTF32 : RecurrenceType::kFloat;
   return std::nullopt;
 }
 

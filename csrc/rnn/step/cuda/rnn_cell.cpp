@@ -1,5 +1,4 @@
 // weft::rnn_cell on CUDA: of few sequences one kernel, of many cuBLAS and a kernel for the gates.
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -10,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/cuda/tf32.h"
 #include "rnn/persistent/cuda/multiply.h"
 #include "rnn/rnn.h"
 #include "rnn/step/cuda/cell_step.h"
@@ -25,12 +25,10 @@ using OptionalTensor = std::optional<Tensor>;
 // In float32 with TF32 where torch's own product would take it.
 Tensor product(const Tensor& x, const Tensor& w) {
   if (x.scalar_type() == at::kDouble) return at::mm(x, w.t());
-  const bool takes_tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-                          at::Float32Precision::TF32;
-  const auto type = x.scalar_type() == at::kHalf       ? RecurrenceType::kHalf
-                    : x.scalar_type() == at::kBFloat16 ? RecurrenceType::kBFloat16
-                    : takes_tf32                       ? RecurrenceType::kTF32
-                                                       : RecurrenceType::kFloat;
+  const auto type = x.scalar_type() == at::kHalf        ? RecurrenceType::kHalf
+                    : x.scalar_type() == at::kBFloat16  ? RecurrenceType::kBFloat16
+                    : takes_tf32(at::Float32Op::MATMUL) ? RecurrenceType::kTF32
+                                                        : RecurrenceType::kFloat;
   const Tensor right = w.contiguous();
   const int64_t B = x.size(0), K = x.size(1), N = w.size(0);
   Tensor out = at::empty({B, N}, x.options());

@@ -1,7 +1,6 @@
 // The layers' sizes, allocation, device and stream.
 #include "scan/chain/cuda/parameter_gradients.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -10,6 +9,7 @@
 #include <algorithm>
 
 #include "common/cuda/device_costs.h"
+#include "common/cuda/tf32.h"
 #include "common/integers.h"
 #include "common/tensor.h"
 #include "scan/chain/cuda/parameter_kernels.h"
@@ -58,8 +58,7 @@ bool takes_parameter_kernels(const Layer& l) {
   const auto tiles = [](int64_t n) { return double(kGradientTile) * double(ceil_div(n, kGradientTile)); };
   const int64_t outputs = l.weight.size(0);
   const double products = tiles(outputs) * tiles(l.weight.numel() / outputs) * double(l.grad.numel() / outputs);
-  const at::Float32Op op = l.conv ? at::Float32Op::CONV : at::Float32Op::MATMUL;
-  const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
+  const bool tf32 = takes_tf32(l.conv ? at::Float32Op::CONV : at::Float32Op::MATMUL);
   const costs::Table& most = device_costs(l.input.device().index()).table("scan.parameter_gradients");
   return products <= most(tf32 ? "products_beside_tf32" : "products");
 }

@@ -1,5 +1,4 @@
 // A whole training step in one persistent kernel, and what such kernels take; csrc/vertex/exec/cuda/training.jit.cuh.
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -23,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/cuda/tf32.h"
 #include "common/device.h"
 #include "common/tensor.h"
 #include "jit/jit.h"
@@ -38,11 +38,6 @@ namespace py = pybind11;
 
 namespace weft::vertex {
 namespace {
-
-bool multiplies_in_tf32() {
-  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-         at::Float32Precision::TF32;
-}
 
 // What happens to what is given, by its number among matrices and vectors, then the head's weight and bias: kind,
 // parameter, what the optimizer keeps of it, and which numbers of a step are its.
@@ -207,7 +202,7 @@ class TrainingSteps {
                      t.gradients = own + rows;
                      for (const auto& [update, first] : partial) update->partial = own + first;
                      const PersistentKernel& kernel = persistent_kernel(
-                         program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
+                         program, Pass::kTraining, memory.most_blocks, takes_tf32(at::Float32Op::MATMUL),
                          static_cast<int32_t>(matrices_.size()), static_cast<int32_t>(vectors_.size()), form_);
                      const Counters arrived = zeroed_counters(counters_of(memory));
                      launched = kernel.most_groups >= memory.groups &&
@@ -269,8 +264,8 @@ std::tuple<int, int, int64_t, int> kernel_shape(const torch::jit::Object& object
                                                 int32_t classes) {
   const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
   const PersistentKernel& kernel =
-      persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(), matrices, vectors,
-                        {cross_entropy, head, classes});
+      persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, takes_tf32(at::Float32Op::MATMUL),
+                        matrices, vectors, {cross_entropy, head, classes});
   return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups.load()};
 }
 
@@ -288,8 +283,9 @@ void compile_kernels(const torch::jit::Object& object, const std::vector<std::pa
   const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
   std::vector<jit::Request> requests;
   for (const auto& [pass, most_blocks] : kernels) {
-    requests.push_back(persistent_request(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(),
-                                          matrices, vectors, {cross_entropy, head, classes}));
+    requests.push_back(persistent_request(program->program, static_cast<Pass>(pass), most_blocks,
+                                          takes_tf32(at::Float32Op::MATMUL), matrices, vectors,
+                                          {cross_entropy, head, classes}));
   }
   const py::gil_scoped_release released;
   jit::cubins(requests);

@@ -31,6 +31,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/cuda/tf32.h"
 #include "common/device.h"
 #include "common/integers.h"
 #include "jit/jit.h"
@@ -125,7 +126,7 @@ class CudaExecutor final : public AtenExecutor {
   // Those of floats in one launch, as far as that is faster than cuBLAS.
   void products(std::span<const Entry> entries) override {
     // A launch of whole multiprocessors would hold up what runs beside it.
-    if (multiplies_in_tf32() || entries[0].aside) return AtenExecutor::products(entries);
+    if (takes_tf32(at::Float32Op::MATMUL) || entries[0].aside) return AtenExecutor::products(entries);
     FloatProducts all{};
     std::vector<const Entry*> others;
     for (const Entry& e : entries) {
@@ -252,11 +253,6 @@ class CudaExecutor final : public AtenExecutor {
     return static_cast<char*>(memory().buffers[buffer].data) + first * stride(buffer) * bytes(buffer);
   }
 
-  static bool multiplies_in_tf32() {
-    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-           at::Float32Precision::TF32;
-  }
-
   // A large product or gradient, where all of it is float and there is something to multiply.
   std::optional<FloatProduct> float_product(const Entry& e) const {
     const Step& s = *e.step;
@@ -340,7 +336,7 @@ class CudaExecutor final : public AtenExecutor {
 
   const PersistentKernel& persistent(bool backward) {
     return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks,
-                             multiplies_in_tf32(), static_cast<int32_t>(memory().matrices.size()));
+                             takes_tf32(at::Float32Op::MATMUL), static_cast<int32_t>(memory().matrices.size()));
   }
 
   struct Tail {
