@@ -122,7 +122,6 @@ ALONE = {
         "common/cuda/ptx.jit.cuh",
         "common/cuda/warpgroup.jit.cuh",
         "common/cuda/words.jit.cuh",
-        "jit/resident_product.jit.cuh",  # an empty one, which keeps a value where it is
     },
     r"<<<|cudaLaunchKernel|cuLaunchKernel|LaunchAttributeClusterDimension": {"common/launch.cuh", "jit/kernel.cpp"},
     r"__(half|bfloat16)2float|__float2(half|bfloat16)": {"common/element.cuh"},

@@ -24,51 +24,10 @@
 #include "common/cuda/grid_barrier.jit.cuh"
 #include "common/cuda/ptx.jit.cuh"
 #include "common/elementwise.jit.cuh"
+#include "jit/dealt_columns.jit.cuh"
+#include "jit/four_elements.jit.cuh"
 
 namespace weft {
-
-// Pairs (first, width): of each such range of columns the r-th of kBlocks blocks has those from first + r * units on.
-template <int kBlocks, int... kNumbers>
-struct DealtColumns {
-  static constexpr int kRanges = sizeof...(kNumbers) / 2;
-  static constexpr int units(int width) { return (width + kBlocks - 1) / kBlocks; }
-  static constexpr int count() {
-    const int numbers[] = {kNumbers...};
-    int sum = 0;
-    for (int i = 0; i < kRanges; ++i) sum += units(numbers[2 * i + 1]);
-    return sum;
-  }
-  // The column of the matrix that is the block's `local`-th; -1 where it is none.
-  static __device__ __forceinline__ int of(int local, int rank) {
-    const int numbers[] = {kNumbers...};
-    int found = -1;
-#pragma unroll
-    for (int i = 0; i < kRanges; ++i) {
-      const int width = numbers[2 * i + 1], mine = units(width), in_range = rank * mine + local;
-      if (local >= 0 && local < mine && in_range < width) found = numbers[2 * i] + in_range;
-      local -= mine;
-    }
-    return found;
-  }
-};
-
-template <typename E>
-inline constexpr bool kIsFloat16 = false;
-template <>
-inline constexpr bool kIsFloat16<Float16> = true;
-
-// How products are made: fp32 accuracy; as the tensor cores take floats; of half types, whose products are exact.
-enum class Multiply { kFloat, kTf32, kHalf };
-
-template <typename E>
-struct alignas(4 * sizeof(E)) FourOf {
-  E x[4];
-};
-
-// The compiler works x out here, not where it is needed first.
-__device__ __forceinline__ void pin(int& x) {
-  asm volatile("" : "+r"(x));
-}
 
 // kPublished: rows of the left factor are waited for (common/cuda/words.jit.cuh); kInner is a multiple of four.
 template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
@@ -103,11 +62,11 @@ struct ResidentProduct {
       const E* const from = matrix + k * inner_stride + column * column_stride;
       if constexpr (kMultiply == Multiply::kFloat) {
         if (column >= 0 && k + 4 <= kInner) {
-          copy(from, inner_stride, fours, *to);
+          copy_four(from, inner_stride, fours, *to);
           continue;
         }
       }
-      *to = as_multiplied(four_at(from, inner_stride, fours, column < 0 ? 0 : kInner - k));
+      *to = as_multiplied<kMultiply>(four_at(from, inner_stride, fours, column < 0 ? 0 : kInner - k));
     }
     copy_commit();
   }
@@ -153,33 +112,6 @@ struct ResidentProduct {
     return kInner % 4 == 0 && inner_stride == 1 && column_stride % 4 == 0 &&
            reinterpret_cast<u64>(matrix) % (4 * sizeof(E)) == 0;
   }
-  // Four of them, of which so many are there.
-  static __device__ __forceinline__ FourOf<E> four_at(const E* from, long long inner_stride, bool fours, int there) {
-    if (there >= 4 && fours) return *reinterpret_cast<const FourOf<E>*>(from);
-    FourOf<E> four;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) four.x[e] = e < there ? from[e * inner_stride] : E(0.0f);
-    return four;
-  }
-  // The same of all four while others run, where elements are not too short for that.
-  static __device__ __forceinline__ void copy(const E* from, long long inner_stride, bool fours, FourOf<E>& to) {
-    if (fours) {
-      copy_async<int(sizeof(to))>(&to, from);
-    } else if constexpr (sizeof(E) == 4) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) copy_async<4>(to.x + e, from + e * inner_stride);
-    } else {
-      to = four_at(from, inner_stride, false, 4);
-    }
-  }
-  static __device__ __forceinline__ FourOf<E> as_multiplied(FourOf<E> four) {
-    if constexpr (kMultiply == Multiply::kTf32) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) four.x[e] = __uint_as_float(round_tf32(__float_as_uint(four.x[e])));
-    }
-    return four;
-  }
-
   // Where the lanes' parts of 8 columns are.
   static __device__ __forceinline__ int place(int chunk, int eighth) {
     return (chunk * kEighths + eighth) * 32;
@@ -484,57 +416,6 @@ struct ResidentProduct {
     return sum;
   }
 
-  static __device__ __forceinline__ void ask_published(const E* from, FourOf<E>& to) {
-    if constexpr (sizeof(E) == 2) {
-      load_published(reinterpret_cast<const unsigned short*>(from), reinterpret_cast<unsigned short(&)[4]>(to.x));
-    } else {
-      load_published(from, to.x);
-    }
-  }
-  // Of what was asked for. Nothing is remembered of it, which would wait for it then.
-  static __device__ __forceinline__ bool is_missing(const FourOf<E>& four) {
-    bool found = false;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (sizeof(E) == 2) {
-        found |= four.x[e].bits == 0xffffu;
-      } else {
-        found |= __float_as_uint(four.x[e]) == ~0u;
-      }
-    }
-    return found;
-  }
-
-  static __device__ __forceinline__ void split(float x, u32& high, u32& low) {
-    if constexpr (kMultiply == Multiply::kFloat) {
-      high = cut_tf32(__float_as_uint(x)), low = __float_as_uint(x - __uint_as_float(high));
-    } else {
-      high = __float_as_uint(x), low = 0;
-    }
-  }
-
-  // The same of a fragment whose registers come from two loads. Cut off, high would be the same to the tensor cores as
-  // x, which the compiler then moves into place again and again.
-  static __device__ __forceinline__ void split_apart(float x, u32& high, u32& low) {
-    if constexpr (kMultiply == Multiply::kFloat) {
-      split_tf32(x, high, low);
-    } else {
-      split(x, high, low);
-    }
-  }
-
-  // Two of four neighbours.
-  static __device__ __forceinline__ u32 pair(const FourOf<E>& four, int which) {
-    return u32(four.x[2 * which].bits) | u32(four.x[2 * which + 1].bits) << 16;
-  }
-  static __device__ __forceinline__ void mma_half(float (&d)[4], const u32* a, const u32* b) {
-    if constexpr (kIsFloat16<E>) {
-      mma_f16(d, a, b);
-    } else {
-      mma_bf16(d, a, b);
-    }
-  }
-
   // Up to 8 rows from `first` on.
   template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void eight(int first, int count, int rank, const FourOf<E>* weights,
@@ -569,10 +450,10 @@ struct ResidentProduct {
         if (warp + (batch + c) * kWarps >= kChunks) break;
         u32 b_high[4], b_low[4];
         if constexpr (kMultiply == Multiply::kHalf) {
-          b_high[0] = pair(b[c][0], 0), b_high[1] = pair(b[c][0], 1);
+          b_high[0] = pair_of(b[c][0], 0), b_high[1] = pair_of(b[c][0], 1);
         } else {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) split(float(b[c][0].x[e]), b_high[e], b_low[e]);
+          for (int e = 0; e < 4; ++e) split<kMultiply>(float(b[c][0].x[e]), b_high[e], b_low[e]);
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -581,8 +462,8 @@ struct ResidentProduct {
           FourOf<E> lower{};
           if (has(tile, 1)) lower = held.take(at, (batch + c) * kEighths + tile * 2 + 1);
           if constexpr (kMultiply == Multiply::kHalf) {
-            const u32 a[4] = {pair(upper, 0), pair(lower, 0), pair(upper, 1), pair(lower, 1)};
-            mma_half(sums[c % kSums], a, b_high);
+            const u32 a[4] = {pair_of(upper, 0), pair_of(lower, 0), pair_of(upper, 1), pair_of(lower, 1)};
+            mma_half<E>(sums[c % kSums], a, b_high);
             continue;
           }
 #pragma unroll
@@ -590,8 +471,8 @@ struct ResidentProduct {
             u32 high[4], low[4];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              split_apart(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
-              split_apart(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+              split_apart<kMultiply>(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
+              split_apart<kMultiply>(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
             }
             if constexpr (kTerms == 3) {
               mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high + 2 * half);
@@ -684,14 +565,14 @@ struct ResidentProduct {
         }
         u32 a_high[2][4], a_low[2][4];
         if constexpr (kMultiply == Multiply::kHalf) {
-          a_high[0][0] = pair(ahead[i][0], 0), a_high[0][1] = pair(ahead[i][1], 0);
-          a_high[0][2] = pair(ahead[i][0], 1), a_high[0][3] = pair(ahead[i][1], 1);
+          a_high[0][0] = pair_of(ahead[i][0], 0), a_high[0][1] = pair_of(ahead[i][1], 0);
+          a_high[0][2] = pair_of(ahead[i][0], 1), a_high[0][3] = pair_of(ahead[i][1], 1);
         } else {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              split_apart(float(ahead[i][e % 2].x[2 * half + e / 2]), a_high[half][e], a_low[half][e]);
+              split_apart<kMultiply>(float(ahead[i][e % 2].x[2 * half + e / 2]), a_high[half][e], a_low[half][e]);
             }
           }
         }
@@ -700,15 +581,15 @@ struct ResidentProduct {
         for (int n = 0; n < kEighths; ++n) {
           const FourOf<E> w = weights[place(chunk, n) + lane];
           if constexpr (kMultiply == Multiply::kHalf) {
-            const u32 b[2] = {pair(w, 0), pair(w, 1)};
-            mma_half(d[n], a_high[0], b);
+            const u32 b[2] = {pair_of(w, 0), pair_of(w, 1)};
+            mma_half<E>(d[n], a_high[0], b);
             continue;
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             u32 high[2], low[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) split(float(w.x[2 * half + e]), high[e], low[e]);
+            for (int e = 0; e < 2; ++e) split<kMultiply>(float(w.x[2 * half + e]), high[e], low[e]);
             if constexpr (kTerms == 3) {
               mma_tf32(d[n], a_low[half], high);
               mma_tf32(d[n], a_high[half], low);

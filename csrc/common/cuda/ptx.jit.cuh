@@ -206,6 +206,11 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
+// The compiler works x out here, not where it is needed first.
+__device__ __forceinline__ void pin(int& x) {
+  asm volatile("" : "+r"(x));
+}
+
 // ---------------------------------------------------------------------------------------------- blocks of a cluster
 // Below compute capability 9.0 a cluster is one block.
 namespace cluster {

@@ -1,17 +1,10 @@
 // Products of four neighbouring warps, whose factors lie in shared memory, on the tensor cores of compute
-// capability 9.0 alone, and what adds up their parts. tests/emulator has the same names for a processor.
+// capability 9.0 alone. tests/emulator has the same names for a processor.
 #pragma once
 
 #include "common/cuda/ptx.jit.cuh"
 
 namespace weft {
-
-// Arrives at a counter: how many were there before. What those wrote before that is seen after it.
-__device__ __forceinline__ u32 arrive(u32* counter) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
 
 // A factor is made of pieces of 8 of its rows (of the right one, of its columns) by 8 neighbours of the inner
 // dimension, 128 bytes each: where the first is, and how far it is, in bytes, to the next along the inner dimension and

@@ -44,6 +44,12 @@ __device__ __forceinline__ unsigned acquire(const unsigned* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
   return seen;
 }
+// Both: how many there were before.
+__device__ __forceinline__ unsigned arrive(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
 
 // Elements that are waited for themselves: memory is filled with ones bits beforehand, and a reader repeats its loads
 // until no element has them. What is stored may be anything: a NaN of these bits becomes another. Of 4 or 2 bytes.

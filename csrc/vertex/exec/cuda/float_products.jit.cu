@@ -18,6 +18,7 @@
 // at most; 32 KB of L2 for as much. On an H200 it is bound by waiting for its numbers, not by the tensor cores: 3,800
 // clocks if no lines are brought to L2 ahead, which still is half of what cuBLAS takes in fp32 for 9,000 rows.
 #include "common/cuda/warpgroup.jit.cuh"
+#include "common/cuda/words.jit.cuh"
 #include "vertex/exec/cuda/float_products.jit.cuh"
 
 namespace {

@@ -141,6 +141,7 @@ inline void prefetch_l2(const void* p) {
   if (exchanged_begin != nullptr) return check_exchanged(p);
   *static_cast<const volatile unsigned char*>(p);  // that is there
 }
+inline void pin(int&) {}
 
 namespace cluster {
 

@@ -6,11 +6,6 @@
 
 namespace weft {
 
-inline u32 arrive(u32* counter) {
-  emulator::yield();
-  return (*counter)++;
-}
-
 // Products of warpgroups: each thread makes its own sums, at once, or where it waits, when what it multiplies may have
 // been overwritten. Nobody else's accesses to shared memory are looked at.
 inline u64 warpgroup_factor(u32 address, u32 inner_apart, u32 rows_apart) {

@@ -56,6 +56,10 @@ inline unsigned acquire(const unsigned* counter) {
   emulator::yield();
   return *counter;
 }
+inline unsigned arrive(unsigned* counter) {
+  emulator::yield();
+  return (*counter)++;
+}
 
 // Here at once, because the block itself reads it after its next barrier; other blocks find it missing for as long as
 // this one is slow.
