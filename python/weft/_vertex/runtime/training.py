@@ -338,12 +338,9 @@ class Updates:
 
     def _begin_anew(self, reached: Collection[int]) -> tuple[list[Update], list[tuple[float, ...]], Begun]:
         """With states for those that have none."""
-        updates: list[Update] = []
-        sources: list[tuple[Mapping, Tensor | None]] = []
-        numbers: list[tuple[float, ...]] = []
         begun, self._numbers = Begun([], []), None
         try:
-            self._update_all(reached, begun, updates, sources, numbers)
+            updates, sources, numbers = self._all_updates(reached, begun)
             self._known = _Known.of(self.optimizer, reached, updates, sources)
         except BaseException:  # no counter is up yet
             self.undo(begun._replace(counters=[]))
@@ -351,15 +348,13 @@ class Updates:
         _C.count_up(begun.counters)
         return updates, numbers, begun
 
-    def _update_all(
-        self,
-        reached: Collection[int],
-        begun: Begun,
-        updates: list[Update],
-        sources: list[tuple[Mapping, Tensor | None]],
-        numbers: list[tuple[float, ...]],
-    ) -> None:
-        """Adds to the lists what :meth:`begin` gives and what the numbers are of."""
+    def _all_updates(
+        self, reached: Collection[int], begun: Begun
+    ) -> tuple[list[Update], list[tuple[Mapping, Tensor | None]], list[tuple[float, ...]]]:
+        """The updates, of each of the step's numbers the group and counter that they are of, and the numbers."""
+        updates: list[Update] = []
+        sources: list[tuple[Mapping, Tensor | None]] = []
+        numbers: list[tuple[float, ...]] = []
         for group in self.optimizer.param_groups:
             make = self._sgd if "momentum" in group else self._adam
             places: dict[float, int] = {}  # parameters of a group that were updated as often share numbers
@@ -373,6 +368,7 @@ class Updates:
                     numbers.append((self._sgd_numbers if counter is None else self._adam_numbers)(group, which))
                     sources.append((group, counter))
                 updates.append(Update(p, kind, first, second, place))
+        return updates, sources, numbers
 
     def _numbers_of(self, group: Mapping, count: float | None) -> tuple[float, ...]:
         """Of a step that is not the first; with a counter the count after it."""
