@@ -127,7 +127,7 @@ class Results:
         return row
 
     def drop(self, row: Mapping[str, str]) -> None:
-        """Takes back a row that :meth:`put` gave."""
+        """Takes a row away, of this run or of an earlier one."""
         self.rows.pop(self._key(row), None)
 
     def save(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,8 +62,7 @@ def grid_rows(rows: Iterable[Mapping[str, str]]) -> dict[str, Mapping[str, str]]
 
 def geometric_mean(rows: Iterable[Mapping[str, str]]) -> float:
     """Of the ratios."""
-    ratios = [float(row["ratio"]) for row in rows]
-    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    return statistics.geometric_mean(float(row["ratio"]) for row in rows)
 
 
 class Verdict(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -74,7 +74,7 @@ def six_nets(rows: Rows) -> str:
             ratios = [float(row["ratio"]) for row in found]
             if not ratios:
                 continue
-            count, ratio, gpu = len(ratios), math.exp(sum(map(math.log, ratios)) / len(ratios)), found[0]["gpu"]
+            count, ratio, gpu = len(ratios), statistics.geometric_mean(ratios), found[0]["gpu"]
             of_nets = len({parse_case(row["case"])["model"] for row in found})
             spread = f", from {min(ratios):.2f}x to {max(ratios):.2f}x"
         every = len(NETS) * len(SIZES)

@@ -25,7 +25,7 @@ from weft.sparse import (
     relu_jacobian,
 )
 
-from tests.common import DEVICES, DTYPES, assert_close, pairs, poisoned
+from tests.common import DEVICES, DTYPES, assert_close, in_a_cuda_graph, pairs, poisoned
 from tests.sparse.test_batched_csr import batches, random_csr
 
 device = pytest.mark.parametrize("device", DEVICES)
@@ -578,10 +578,7 @@ def test_capture() -> None:
     for kind in (AXPY, GATHER, ACCUMULATE, MIXED):
         a, b = pair(kind, (3, None), torch.float32, "cuda")
         plan = plan_matmul(a, b)
-        plan(a, b)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = plan(a, b).values
+        graph, captured = in_a_cuda_graph(lambda plan=plan, a=a, b=b: plan(a, b).values)
         a.values.normal_()
         b.values.normal_()
         graph.replay()
@@ -605,9 +602,7 @@ def test_large_products_that_a_left_operand_shares(dtype: torch.dtype, batch: in
             got = plan(conv, right).values
         for values, product in zip(right.values, got, strict=True):
             assert torch.equal(product, plan(conv, right.with_values(values)).values)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = plan(conv, right).values
+        graph, captured = in_a_cuda_graph(lambda plan=plan, right=right: plan(conv, right).values)
         right.values.normal_()
         graph.replay()
         assert torch.equal(captured, plan(conv, right).values)

@@ -7,7 +7,7 @@ import torch
 from weft._sparse.plan import MatmulPlan, PlanTensors
 from weft.sparse import BatchedCSR, conv2d_jacobian, plan_matmul
 
-from tests.common import assert_close, poisoned
+from tests.common import assert_close, in_a_cuda_graph, poisoned
 from tests.sparse.test_batched_csr import random_csr
 from tests.sparse.test_plan_matmul import dense, dtypes
 
@@ -71,9 +71,7 @@ def test_a_gpu_expands(batch: tuple, dtype: torch.dtype) -> None:
     plan = plan_matmul(a, b)
     assert plan.kinds.expand == plan.flops
     check_product(plan, a, b)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = plan(a, b).values
+    graph, captured = in_a_cuda_graph(lambda: plan(a, b).values)
     a.values.normal_()
     graph.replay()
     assert torch.equal(captured, plan(a, b).values)

@@ -11,7 +11,7 @@ import weft
 from weft.vertex import models
 
 from tests import emulated
-from tests.common import relative_error
+from tests.common import in_a_cuda_graph, relative_error
 
 TILE, DEPTH, PARTIAL = 128, 32, 2 * 128 * 128
 
@@ -182,14 +182,8 @@ class TestOnTheDevice:
         cell = models.TreeLSTM(128, 128).cuda()
         graphs = self.GRAPHS.to("cuda")
         x = torch.randn(graphs.num_vertices, 128, device="cuda", requires_grad=True)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            want = self.run(cell, "persistent", x, graphs)
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            found = self.run(cell, "persistent", x, graphs)
+        captured, found = in_a_cuda_graph(lambda: self.run(cell, "persistent", x, graphs))
+        want = self.run(cell, "persistent", x, graphs)
         for _ in range(3):
             for t in found:
                 t.fill_(torch.nan)
