@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import weft
 import weft.distributed as wd
 from torch.distributed import init_device_mesh
 
@@ -104,6 +105,20 @@ def _of_dtensors(rank: int) -> None:
     for what, call in calls.items():
         with pytest.raises(TypeError, match=rf"^{what} must be this rank's own Tensor, got a DTensor: its to_local"):
             call()
+    for kind, sizes in (("MinGRU", (3, 4)), ("LSTM", (3, 4)), ("GRU", (3, 4)), ("ParaLSTM", (3, 4)), ("RGLRU", (3,))):
+        layer = wd.shard_time(getattr(weft.nn, kind)(*sizes))
+        with pytest.raises(TypeError, match=rf"^{kind}: input must be this rank's own Tensor, got a DTensor: its to_"):
+            layer(x)
+    start = distribute_tensor(torch.zeros(1, 2, 4), mesh, [Shard(1)])
+    for kind, hx, name in (
+        ("MinGRU", start, "hx"),
+        ("GRU", start, "hx"),
+        ("LSTM", (torch.zeros(1, 2, 4), start), "c0"),
+        ("ParaGRU", start[0], "h_0"),
+    ):
+        layer = wd.shard_time(getattr(weft.nn, kind)(3, 4))
+        with pytest.raises(TypeError, match=rf"^{kind}: {name} must be this rank's own Tensor, got a DTensor: its to_"):
+            layer(own, hx)
     assert wd.unshard(x.to_local()).shape == (8, 2, 3), "the bridge"
 
 

@@ -167,6 +167,10 @@ def test_calls_say_where_a_tensor_belongs():
         gru(x, (h,))
     with pytest.raises(IndexError, match=r"LSTM: hx must be a tuple \(h0, c0\) of Tensors or None, got a Tensor"):
         lstm(x, h)
+    with pytest.raises(TypeError, match=r"LSTM: hx must be a tuple \(h0, c0\) of Tensors or None, got a Tensor"):
+        lstm(rnn.pack_sequence([x[:, 0], x[:3, 1]]), h)
+    with pytest.raises(TypeError, match=r"LSTM: hx must be a tuple \(h0, c0\) of Tensors or None, got int"):
+        lstm(x, 3)
     with pytest.raises(AttributeError, match=r"LSTM: c0 must be a Tensor, got NoneType"):
         lstm(x, (h, None))
     nested = torch.nested.nested_tensor([torch.randn(5, 3), torch.randn(2, 3)])

@@ -98,6 +98,11 @@ class WithoutSize(weft.VertexFunction):
         super().__init__("3")
 
 
+class WithoutStart(weft.VertexFunction):
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -149,6 +154,18 @@ class WithoutSize(weft.VertexFunction):
         ),
         (lambda: weft.vertex.models.RvNN(4, 8)(GRAPHS, x(3, 4)), "^RvNN: graphs have no types.*Graphs.with_types"),
         (lambda: weft.VertexFunctions([Cell()]), "^VertexFunctions: functions must be a mapping, got list"),
+        (
+            lambda: weft.VertexFunctions({"a": Cell(), "b": len}),
+            "^VertexFunctions: 'b' must be a VertexFunction, got bu",
+        ),
+        (
+            lambda: weft.VertexFunctions({"a": Cell()}).update({"b": nn.Linear(4, 4)}),
+            "^VertexFunctions: 'b' must be a VertexFunction, got Linear",
+        ),
+        (
+            lambda: weft.VertexFunctions({"a": WithoutStart()}),
+            r"^VertexFunctions: 'a' has no state_size: WithoutStart.__init__ must call super\(\).__init__",
+        ),
         (lambda: Cell().program, "^Cell: there is no program before the first call"),
     ],
 )

@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .._base.torch_private import functional_collectives, group_named
 
-__all__ = ["Ranks", "check_alike", "check_tensor", "checks_ranks", "known", "ranks_named", "ranks_of"]
+__all__ = ["Ranks", "check_alike", "check_own", "check_tensor", "checks_ranks", "known", "ranks_named", "ranks_of"]
 
 _collectives = functional_collectives()
 _all_gather = _collectives.all_gather_into_tensor.default
@@ -177,6 +177,11 @@ def ranks_named(name: str) -> Ranks:
 def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+    check_own(op, name, value)
+
+
+def check_own(op: str, name: str, value: Tensor) -> None:
+    """TypeError where a tensor is distributed already: what ranks take is each rank's own."""
     if type(value) not in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling():
         from torch.distributed.tensor import DTensor
 

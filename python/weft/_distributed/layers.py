@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._base.over_ranks import TakesSlices
 from .._rnn import takes_halves
-from .group import Ranks, check_alike, ranks_of
+from .group import Ranks, check_alike, check_own, ranks_of
 from .halves import halved
 from .pointwise import PointwiseWalk, walk_pointwise
 from .recurrent import Direction, walk_slices
@@ -41,7 +41,7 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
         `module`. Its copies and pickles know no group; its state_dict is as before.
 
     Raises:
-        TypeError: module is no module, or group is none.
+        TypeError: module is no module, or group is none. A layer raises it for a DTensor.
         ValueError: a mesh has several dimensions; inside is a torch.nn.RNN, GRU or LSTM, which
             :func:`weft.accelerate` would replace, a layer with projections or of several heads, an LRU, S5 or SLSTM. A
             layer raises it for a PackedSequence.
@@ -89,6 +89,12 @@ class OverRanks:
     """How a layer runs whose input is this rank's slice."""
 
     ranks: Ranks
+
+    def check_own(self, name: str, **arguments: Any) -> None:
+        """Refuse a DTensor among a call's arguments by name."""
+        for argument, value in arguments.items():
+            if isinstance(value, Tensor):
+                check_own(name, argument, value)
 
     def reads(self, state: Any) -> bool:
         """Whether a state that was given is looked at here; its gradient elsewhere is zero."""

@@ -23,9 +23,9 @@ def check_input(name: str, input: Any) -> None:
         raise AttributeError(f"{name}: input must be a Tensor or a PackedSequence, got {type(input).__name__}")
 
 
-def check_state(name: str, hx: Any, states: tuple[str, ...] = ()) -> None:
+def check_state(name: str, hx: Any, states: tuple[str, ...] = (), packed: bool = False) -> None:
     """Refuse an initial state that is not None, one Tensor or, with the names of `states`, a Tensor for each;
-    all of them dense."""
+    all of them dense. `packed` says whether the input is, as torch then refuses other types first."""
     if hx is None:
         return
     if isinstance(hx, Tensor) and not states:
@@ -33,10 +33,12 @@ def check_state(name: str, hx: Any, states: tuple[str, ...] = ()) -> None:
         return
     if not states:
         raise AttributeError(f"{name}: hx must be a Tensor or None, got {type(hx).__name__}")
-    if isinstance(hx, Tensor):
-        error = IndexError if len(hx) < 2 else RuntimeError
-        wanted = f"a tuple ({', '.join(states)}) of Tensors"
-        raise error(f"{name}: hx must be {wanted} or None, got a Tensor {tuple(hx.shape)}")
+    if not isinstance(hx, (tuple, list)):
+        got = f"a Tensor {tuple(hx.shape)}" if isinstance(hx, Tensor) else type(hx).__name__
+        error = TypeError
+        if isinstance(hx, Tensor) and not packed:  # torch asks for its first two rows
+            error = IndexError if hx.dim() == 0 or len(hx) < 2 else RuntimeError
+        raise error(f"{name}: hx must be a tuple ({', '.join(states)}) of Tensors or None, got {got}")
     for which, state in zip(states, hx, strict=False):
         if not isinstance(state, Tensor):
             raise AttributeError(f"{name}: {which} must be a Tensor, got {type(state).__name__}")

@@ -359,9 +359,9 @@ class GRU(_OneState):
 class _Tuple(_Layer):
     """LSTM and SLSTM: hx and what is returned are tuples."""
 
-    def _checked(self, hx: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
+    def _checked(self, hx: Sequence[Tensor] | None, packed: bool = False) -> tuple[Tensor, ...] | None:
         names, name = self._state_names, type(self).__name__
-        check_state(name, hx, names)
+        check_state(name, hx, names, packed)
         if hx is not None and len(hx) != len(names):
             error = IndexError if len(hx) < len(names) else RuntimeError
             raise error(f"{name}: hx must be ({', '.join(names)}), got {len(hx)} tensors")
@@ -473,7 +473,7 @@ class LSTM(_Tuple):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        return self._forward(input, self._checked(hx))
+        return self._forward(input, self._checked(hx, isinstance(input, PackedSequence)))
 
 
 class SLSTM(_Tuple):
@@ -600,7 +600,7 @@ class SLSTM(_Tuple):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        return self._forward(input, self._checked(hx))
+        return self._forward(input, self._checked(hx, isinstance(input, PackedSequence)))
 
 
 def forget_bias(hidden_size: int, num_heads: int, exponent: float, device: torch.device) -> Tensor:

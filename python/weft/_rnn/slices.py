@@ -24,6 +24,7 @@ def run_slice(layer: Any, over: Any, input: Tensor | PackedSequence, state: tupl
         raise ValueError(f"{name}: over ranks run layers of one head, and no sLSTM")
     if isinstance(input, PackedSequence):
         raise ValueError(f"{name}: a layer over ranks takes no PackedSequence: its sequences end in other slices")
+    over.check_own(name, input=input, **dict(zip(layer._state_names or ("hx",), state or (), strict=False)))
     # Checked on every rank, because one that raises alone leaves the others waiting.
     call = _prepare(layer, input, state)
     if state is not None and not any(over.reads(s) for s in state):

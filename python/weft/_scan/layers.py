@@ -164,6 +164,8 @@ class ScanLayer(NotScriptable, TakesSlices, nn.Module):
             RuntimeError: devices differ.
         """
         name, packed, ranks = type(self).__name__, None, self._over_ranks
+        if ranks is not None:
+            ranks.check_own(name, input=input, hx=hx)
         if isinstance(input, PackedSequence):
             if ranks is not None:
                 raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")

@@ -186,8 +186,10 @@ class _Para(NotScriptable, TakesSlices, nn.Module):
     def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """The output, and the states after the last step, laid out as the user sees them."""
         name, ranks = type(self).__name__, self._over_ranks
-        if ranks is not None and isinstance(input, PackedSequence):
-            raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+        if ranks is not None:
+            if isinstance(input, PackedSequence):
+                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+            ranks.check_own(name, input=input, **dict(zip(self._parts, initial, strict=True)))
         # Checked on every rank, because one that raises alone leaves the others waiting.
         operands = self._operands(input, initial)
         if ranks is not None and not any(ranks.reads(state) for state in initial):

@@ -149,7 +149,7 @@ class VertexFunctions(_Module, nn.ModuleDict):
 
     Raises:
         ValueError: there is none, or their ``state_size`` differ.
-        TypeError: a name is no str, or a value no :class:`VertexFunction`.
+        TypeError: a name is no str, or a value no :class:`VertexFunction`, also where it is set later.
     """
 
     def __init__(self, functions: Mapping[str, VertexFunction]):
@@ -158,14 +158,18 @@ class VertexFunctions(_Module, nn.ModuleDict):
         for name, function in functions.items():
             if not isinstance(name, str):
                 raise TypeError(f"VertexFunctions: a name must be a str, got {type(name).__name__}")
-            if not isinstance(function, VertexFunction):
-                raise TypeError(f"VertexFunctions: {name!r} must be a VertexFunction, got {type(function).__name__}")
+            _check_function(name, function)
         if not functions:
             raise ValueError("VertexFunctions: there must be a function")
         sizes = {name: function.state_size for name, function in functions.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"VertexFunctions: all functions must have one state_size, got {sizes}")
         super().__init__(functions)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """What sets an entry, too: it has to be a :class:`VertexFunction`."""
+        _check_function(name, module)
+        super().add_module(name, module)
 
     @property
     def state_size(self) -> tuple[int, ...]:
@@ -189,6 +193,14 @@ class VertexFunctions(_Module, nn.ModuleDict):
         functions = list({id(f): f for f in self.values()}.values())
         numbers = {id(f): i for i, f in enumerate(functions)}
         return functions, {name: numbers[id(f)] for name, f in self.items()}
+
+
+def _check_function(name: str, function: object) -> None:
+    if not isinstance(function, VertexFunction):
+        raise TypeError(f"VertexFunctions: {name!r} must be a VertexFunction, got {type(function).__name__}")
+    if not hasattr(function, "state_size"):
+        kind = type(function).__name__
+        raise TypeError(f"VertexFunctions: {name!r} has no state_size: {kind}.__init__ must call super().__init__")
 
 
 def _state_size(name: str, size: object) -> tuple[int, ...]:
