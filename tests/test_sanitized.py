@@ -17,8 +17,9 @@ from tests.sanitized import common
 ROOT = Path(__file__).parents[1]
 ON_CPU = (
     "heads", "newton", "steps", "complex_scans", "batch_first", "readouts", "pointwise", "sequential", "sparse",
-    "chains", "batched", "many_rows", "persistent_trees", "persistent_edges", "persistent_others", "trainer",
-    "trainer_edges", "trainer_types", "copies", "slices",
+    "chains", "batched", "many_rows", "persistent_trees", "persistent_edges", "persistent_halves", "persistent_chains",
+    "persistent_others", "trainer", "trainer_edges", "trainer_types", "trainer_taggers", "copies", "slices",
+    "slices_dense", "slices_layers", "slices_halves",
 )  # fmt: skip
 
 
@@ -26,7 +27,7 @@ ON_CPU = (
 @pytest.mark.filterwarnings("ignore:offload. there is no CUDA device here")
 def test_parts_run(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_device", "cpu")
-    if torch.cuda.is_available() and part in ("copies", "slices"):
+    if torch.cuda.is_available() and (part == "copies" or "slices" in part):
         pytest.skip("it takes the device that there is")
     sanitized.PARTS[part]()
 

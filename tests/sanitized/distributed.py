@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import weft
 import weft.distributed as wd
@@ -10,21 +12,17 @@ from weft._distributed.stand_in import StandIn
 from .common import backward, bfloat16, device, double, half, single, synchronize, tensors
 
 
-def scans(group: StandIn) -> None:
-    for dtype in (single, half, bfloat16, double):
-        for T, B, H in ((7, 2, 3), (300, 3, 33), (40, 2, 300)):
+def diagonal(group: StandIn) -> None:
+    """Kernels are those of a type wherever the rank is: all types in the middle, of the others one."""
+    middle = group.rank == 2
+    for dtype in (single, half, bfloat16, double) if middle else (single,):
+        for T, B, H in ((7, 2, 3), (150, 3, 33), (40, 2, 300)):
             for reverse in (False, True):
                 A, b, x0 = tensors((T, B, H), (T, B, H), (B, H), dtype=dtype)
                 backward(wd.linear_scan(A, b, x0, group=group, reverse=reverse))
                 backward(wd.linear_scan(A, b, group=group, reverse=reverse))
-        for T, B, H in ((37, 2, 5), (50, 3, 20), (30, 1, 33)):
-            for flags in ({}, {"transpose": True}, {"reverse": True}):
-                A, b, x0 = tensors((T, B, H, H), (T, B, H), (B, H), dtype=dtype, scale=H**-0.5)
-                backward(wd.linear_scan(A, b, x0, group=group, **flags))
-        (A,) = tensors((20, 8, 8), dtype=dtype)
-        backward(wd.linear_scan(A, tensors((20, 3, 8), dtype=dtype)[0], group=group))
     # Of so many channels that each has a lane that mends it.
-    for dtype in (single, bfloat16, double) if group.rank == 2 else ():
+    for dtype in (single, bfloat16, double) if middle else ():
         for reverse in (False, True):
             A, b, x0 = tensors((40, 3, 2880), (40, 3, 2880), (3, 2880), dtype=dtype)
             backward(wd.linear_scan(A, b, x0, group=group, reverse=reverse))
@@ -34,6 +32,16 @@ def scans(group: StandIn) -> None:
         A, b, x0 = tensors((37, 2, 5), (37, 2, 5), (2, 5), dtype=dtype)
         backward(wd.linear_scan(A, b, x0, group=group))
         backward(wd.linear_scan(A[0, 0], b, group=group, reverse=True))
+
+
+def dense(group: StandIn) -> None:
+    for dtype in (single, half, bfloat16, double) if group.rank == 2 else (single,):
+        for T, B, H in ((37, 2, 5), (50, 3, 20), (30, 1, 33)):
+            for flags in ({}, {"transpose": True}, {"reverse": True}):
+                A, b, x0 = tensors((T, B, H, H), (T, B, H), (B, H), dtype=dtype, scale=H**-0.5)
+                backward(wd.linear_scan(A, b, x0, group=group, **flags))
+        (A,) = tensors((20, 8, 8), dtype=dtype)
+        backward(wd.linear_scan(A, tensors((20, 3, 8), dtype=dtype)[0], group=group))
     if group.rank == 0:  # the gradient of whose likes is read
         grad, *jacobians = tensors((2, 12), *[(2, 12, 12)] * 6)
         backward(*wd.chain_backward(grad, jacobians, group=group))
@@ -45,16 +53,20 @@ def layers(group: StandIn) -> None:
         (weft.nn.GRU, (6, 20)), (weft.nn.LSTM, (6, 12)), (weft.nn.ParaGRU, (6, 12)), (weft.nn.ParaLSTM, (6, 12)),
     ):  # fmt: skip
         layer = wd.shard_time(make(*sizes, device=device()), group)
-        (x,) = tensors((90, 3, 6))
+        (x,) = tensors((60, 3, 6))
         output, state = layer(x)
         backward(output, state)
+
+
+def backward_halves() -> None:
+    """The backward pass of a slice of each cell, before and after what is exchanged."""
     for cell, states in (("gru", 1), ("lstm", 2), ("rnn_tanh", 1), ("rnn_relu", 1)):
         for H in (5, 20):
             halves(cell, states, H)
+    synchronize()
 
 
 def halves(cell: str, states: int, H: int, T: int = 45, B: int = 3, chunks: int = 5) -> None:
-    """The backward pass of a slice before and after what is exchanged."""
     rows = weft._C.rnn.cells[cell]["gates"] * H
     x, h, c, grad, *weights = tensors(
         (T, B, 3), (1, B, H), (1, B, H), (T, B, H), (rows, 3), (rows, H), (rows,), (rows,)
@@ -70,16 +82,22 @@ def halves(cell: str, states: int, H: int, T: int = 45, B: int = 3, chunks: int 
         torch.ops.weft.rnn_slice_backward(maps, grad, h, c, *known, chunks, cell=cell, output_mask=mask)
 
 
-def slices() -> None:
+def on_ranks(run: Callable[[StandIn], None]) -> Callable[[], None]:
     """Of four ranks the first, one in the middle and the last."""
-    for rank in (0, 2, 3):
-        group = StandIn(rank, 4)
-        try:
-            scans(group)
-            layers(group)
-        finally:
-            group.close()
-    synchronize()
+
+    def part() -> None:
+        for rank in (0, 2, 3):
+            group = StandIn(rank, 4)
+            try:
+                run(group)
+            finally:
+                group.close()
+        synchronize()
+
+    return part
 
 
-PARTS = {"slices": slices}
+PARTS = {
+    "slices": on_ranks(diagonal), "slices_dense": on_ranks(dense), "slices_layers": on_ranks(layers),
+    "slices_halves": backward_halves,
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -97,7 +98,7 @@ def by_scripts(*cases: tuple) -> None:
     for i, (model, width, make, dtype) in enumerate(cases):
         print(f"{type(model).__name__}, {dtype}", flush=True)  # where it was, if time runs out
         module = model.to(device(), dtype)
-        for count in (1, 24):
+        for count in (1, 12):
             graphs = typed(make(rng, count), module).to(device())
             x = torch.randn(graphs.num_vertices, width, device=device()).to(dtype).requires_grad_()
             for parts in geometries(module, graphs, x, every=i == 0):
@@ -125,13 +126,21 @@ def persistent_edges() -> None:
     )  # fmt: skip
 
 
-def persistent_others() -> None:
-    """Half types, rows longer than a warp, chains, gates without a gradient and a layer that functions share."""
+def persistent_halves() -> None:
+    """Half types."""
     by_scripts(
-        (models.TreeLSTM(8, 16), 8, full_trees, half), (models.TreeLSTM(8, 16), 8, full_trees, bfloat16),
-        (GatedChain(40, 8), 40, chains, single), (Gates(3, 7), 3, any_graphs, single),
-        (shared_layer(8, 8), 8, any_graphs, single),
+        (models.TreeLSTM(8, 8), 8, full_trees, half), (models.TreeLSTM(8, 16), 8, full_trees, bfloat16),
     )  # fmt: skip
+
+
+def persistent_chains() -> None:
+    """Chains, with rows longer than a warp."""
+    by_scripts((GatedChain(40, 8), 40, chains, single))
+
+
+def persistent_others() -> None:
+    """Gates without a gradient and a layer that functions share."""
+    by_scripts((Gates(3, 7), 3, any_graphs, single), (shared_layer(4, 4), 4, any_graphs, single))
 
 
 def optimizers(parameters: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer]:
@@ -141,22 +150,19 @@ def optimizers(parameters: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer
     yield torch.optim.AdamW(parameters, 0.01)
 
 
-def in_every_geometry(trainer: weft.vertex.Trainer, batch: tuple) -> None:
-    """A step in each grouping of blocks that fits."""
-    chosen, known = persistent.geometry, []
+def in_several_geometries(trainer: weft.vertex.Trainer, batch: tuple) -> None:
+    """A step in the largest group of blocks that fits, and in the smallest."""
+    chosen = persistent.geometry
 
-    def take(compiled, graphs, device, form=None):
+    def take(place: int, compiled, graphs, device, form=None):
         if form is None:
             return chosen(compiled, graphs, device)
-        known[:] = persistent.geometries(compiled, device, form)
-        return known[min(turn, len(known) - 1)]
+        return persistent.geometries(compiled, device, form)[place]
 
-    with mock.patch.object(persistent, "geometry", take):
-        for turn in range(4):
+    for place in (0, -1):
+        with mock.patch.object(persistent, "geometry", functools.partial(take, place)):
             trainer.step(*batch)
             trainer.sync()
-            if turn + 1 >= len(known):
-                break
 
 
 C = 5  # classes
@@ -164,8 +170,8 @@ C = 5  # classes
 
 def trained(turn: int, model: nn.Module, width: int, pushed: int, make: Callable | None, loss: str, with_head: bool,
             at: str) -> None:  # fmt: skip
-    """Steps in batches of two sizes and in every grouping of blocks, by one of the optimizers, with a class that does
-    not count, and then one that is out of range."""
+    """Steps in batches of several sizes and in two groupings of blocks, by one of the optimizers, with a class that
+    does not count, and then one that is out of range."""
     print(f"{type(model).__name__}, {loss}", flush=True)  # where it was, if time runs out
     rng = random.Random(0)
     cell, head = model.to(device()), nn.Linear(pushed, C, device=device()) if with_head else None
@@ -180,13 +186,13 @@ def trained(turn: int, model: nn.Module, width: int, pushed: int, make: Callable
 
     optimizer = [*optimizers([*cell.parameters(), *(head.parameters() if head else ())])][turn % 4]
     steps = weft.vertex.Trainer(cell, optimizer, loss, head=head, at=at, executor="persistent")
-    for count in (1, 12):
+    for count in (1, 5):
         graphs, x, targets = batch(count)
         steps.step(graphs, x, targets)
         if device() == "cuda":
             assert weft.explain(steps, graphs, x).one_kernel
     steps.sync()
-    in_every_geometry(steps, batch(20))
+    in_several_geometries(steps, batch(12))
     if loss == "cross_entropy":
         graphs, x, targets = batch(4)
         targets[0] = steps.ignore_index
@@ -216,13 +222,18 @@ def trainer_edges() -> None:
 
 
 def trainer_types() -> None:
-    """Vertices of several types, and what is pushed by some of them alone."""
+    """Vertices of several types."""
     trained(2, models.RvNN(4, 8), 4, 8, full_trees, "cross_entropy", True, "roots")
-    trained(3, models.BiLSTMTagger(4, 8, C, 4), 4, C, None, "cross_entropy", False, "vertices")
+
+
+def trainer_taggers() -> None:
+    """Vertices of several types, some of which alone push."""
+    trained(3, models.BiLSTMTagger(4, 4, C, 4), 4, C, None, "cross_entropy", False, "vertices")
 
 
 PARTS = {
     "batched": batched, "many_rows": many_rows, "persistent_trees": persistent_trees,
-    "persistent_edges": persistent_edges, "persistent_others": persistent_others, "trainer": trainer,
-    "trainer_edges": trainer_edges, "trainer_types": trainer_types,
+    "persistent_edges": persistent_edges, "persistent_halves": persistent_halves,
+    "persistent_chains": persistent_chains, "persistent_others": persistent_others, "trainer": trainer,
+    "trainer_edges": trainer_edges, "trainer_types": trainer_types, "trainer_taggers": trainer_taggers,
 }  # fmt: skip
