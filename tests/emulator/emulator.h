@@ -61,9 +61,16 @@ struct Cluster {
   std::vector<Block*> blocks;
 };
 
+// Who has stored 16 bytes of shared memory by store_shared, and how often it had fenced by then.
+struct Stored {
+  const Fiber* by = nullptr;
+  unsigned fences = 0;
+};
+
 struct Block {
   Cluster* cluster = nullptr;
   std::vector<unsigned char> storage;
+  std::vector<Stored> stored;  // by 16 bytes
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
   uint32_t arrivals_at = 0;  // of the first of two, 0 before it is initialised
@@ -81,6 +88,7 @@ struct Fiber {
   Warp* warp;
   int lane;
   bool done = false;
+  unsigned fences = 0;  // after which others than threads see what it has stored in shared memory
   std::deque<std::vector<std::function<void()>>> copies{1};  // that nobody has waited for, by group
 };
 
@@ -127,6 +135,11 @@ inline unsigned char* shared_at(Block& block, uint32_t address, uint32_t bytes) 
 inline unsigned char* shared_at(uint32_t address, uint32_t bytes) {
   if (address >> kRankBits) fail("address of another block in an access to the own one");
   return shared_at(*current->block, address, bytes);
+}
+inline Stored& stored_at(uint32_t address) {
+  Block& block = *current->block;
+  if (block.stored.empty()) block.stored.resize(block.shared_bytes / 16);
+  return block.stored[address / 16];
 }
 inline Block& block_at(uint32_t address) {
   const auto& blocks = current->block->cluster->blocks;

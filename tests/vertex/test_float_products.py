@@ -126,6 +126,9 @@ class TestEmulated:
         [
             ("__syncthreads();  // the tile before", "// the tile before"),
             ("warpgroup_wait(d);", "if (chunk + 1 == count) warpgroup_wait(d);"),
+            ("warpgroup_begin();", ""),
+            ("if (i + 1 == kProducts) warpgroup_commit();", ""),
+            ("fence_copy_engine();", ""),
             ("+ k * 2 * kOctet + group", "+ k * kOctet + group"),
         ],
     )

@@ -47,6 +47,7 @@ inline uint4 load_shared(u32 address) {
 }
 inline void store_shared(u32 address, uint4 v) {
   std::memcpy(emulator::shared_at(address, 16), &v, 16);
+  emulator::stored_at(address) = {emulator::current, emulator::current->fences};
 }
 
 // Threads of a block.
@@ -225,6 +226,8 @@ inline u32 take_bf16(float& x, float& y) {
   return first | second << 16;
 }
 
-inline void fence_copy_engine() {}
+inline void fence_copy_engine() {
+  ++emulator::current->fences;
+}
 
 }  // namespace weft
