@@ -26,6 +26,7 @@
 #include "common/elementwise.jit.cuh"
 #include "jit/dealt_columns.jit.cuh"
 #include "jit/four_elements.jit.cuh"
+#include "jit/resident_sizes.jit.cuh"
 
 namespace weft {
 
@@ -33,21 +34,11 @@ namespace weft {
 template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
-  static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
-  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;  // warps that have chunks
-  // Of rows that are the rows of tiles, and of the block's columns, which are their columns.
-  static constexpr int kPartRows = 16, kEighths = (kColumns + 7) / 8, kMostParts = kEighths < 16 ? 4 : 0;
-  // Partial sums are added up some tiles at a time; rows are in other banks each.
-  static constexpr int kMostPartialBytes = 44 << 10;
-  // `width` columns of so many rows of partial sums.
-  static constexpr int at_once(int rows, int width) {
-    const int found = (kMostPartialBytes / (rows * 4) - 4) / width, all = (kColumns + width - 1) / width;
-    return (found < 1 ? 1 : found < all ? found : all) * width;
-  }
-  static constexpr int kAtOnce = at_once(kActive * 8, 16), kManyAtOnce = at_once(kWarps * kPartRows, 8);
-  static constexpr int kFewBytes = kActive * 8 * (kAtOnce + 4) * 4,
-                       kManyBytes = kMostParts > 0 ? kWarps *kPartRows *(kManyAtOnce + 4) * 4 : 0;
-  static constexpr int kPartialBytes = kFewBytes > kManyBytes ? kFewBytes : kManyBytes;
+  static constexpr ResidentSizes kSizes{kInner, kColumns, kWarps, int(sizeof(E))};
+  static constexpr int kChunks = kSizes.chunks, kOfWarp = (kChunks + kWarps - 1) / kWarps, kActive = kSizes.active;
+  static constexpr int kPartRows = ResidentSizes::kPartRows, kEighths = kSizes.eighths, kMostParts = kSizes.most_parts;
+  static constexpr int kAtOnce = kSizes.at_once, kManyAtOnce = kSizes.many_at_once;
+  static constexpr int kPartialBytes = kSizes.partial_bytes;
 
   // matrix[k][column] is at k * inner_stride + column * column_stride. Weights are seen after the thread's copies are
   // there, and then a barrier of the block.

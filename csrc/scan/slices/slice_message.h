@@ -22,8 +22,8 @@
 //   x        (T, B, H), scanned from zero, becomes the scan from `state` (B, H)
 // slice_mend_gradients_(grad_b, grad_A, A, x, first, state, reverse)
 //   grad_b, grad_A  (T, B, H), of a scan whose end has no gradient, become those of one whose end has `state` (B, H);
-//   grad_A may be none. x are the scan's states, `first` the one before them, none for zeros, where A of the first step
-//   is not read. `reverse` is the scan's.
+//   grad_A may be none, and stays where grad_b does. x are the scan's states, `first` the one before them, none for
+//   zeros, where A of the first step is not read. `reverse` is the scan's.
 // slice_finish_(x, A, messages, order, reverse) -> (entered, end, products)
 //   slice_states and, on all but the first rank, slice_mend_, of float32 or float64
 // slice_finish_gradients_(grad_b, grad_A, A, x, start, messages, products, order, reverse) -> left

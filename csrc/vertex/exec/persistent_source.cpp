@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "jit/resident_sizes.jit.cuh"
 #include "vertex/exec/cuda/persistent.jit.cuh"
 #include "vertex/exec/script.h"
 #include "vertex/program/source.h"
@@ -27,24 +28,10 @@ std::string columns_of(const Share& share, int32_t blocks) {
   return text + ">";
 }
 
-// As ResidentProduct in csrc/jit/resident_product.jit.cuh.
-struct Sizes {
-  int64_t weights = 0, partials = 0;  // bytes
-  Sizes(const Program& program, const Step& s, const Share& share) {
-    const Buffer& source = program.buffers[s.source];
-    const int64_t chunks = (source.width + 15) / 16, eighths = (share.columns + 7) / 8;
-    weights = chunks * eighths * 128 * (is_half(source.dtype) ? 2 : 4);
-    const int64_t active = std::min<int64_t>(chunks, kWarps);
-    const auto partial_bytes = [&](int64_t rows, int64_t width) {
-      constexpr int64_t kMostPartialBytes = 44 << 10;
-      const int64_t all = std::max<int64_t>(1, (share.columns + width - 1) / width);
-      const int64_t at_once = std::clamp<int64_t>((kMostPartialBytes / (rows * 4) - 4) / width, 1, all) * width;
-      return rows * (at_once + 4) * 4;
-    };
-    partials = partial_bytes(active * 8, 16);
-    if (eighths < 16) partials = std::max(partials, partial_bytes(int64_t{kWarps} * 16, 8));
-  }
-};
+ResidentSizes sizes_of(const Program& program, const Step& s, const Share& share) {
+  const Buffer& source = program.buffers[s.source];
+  return {source.width, share.columns, kWarps, is_half(source.dtype) ? 2 : 4};
+}
 
 // The kernel that may follow a product in one instruction; -1 where none does.
 int paired_kernel(const Partition& partition, size_t product) {
@@ -68,14 +55,14 @@ struct Room {
 
   Room(const Program& program, const Partition& partition, int32_t classes, int64_t shared_limit) {
     partials = int64_t{kWarps} * (classes + 2) * 4;
-    std::vector<std::pair<size_t, Sizes>> products;
+    std::vector<std::pair<size_t, ResidentSizes>> products;
     for (size_t i = 0; i < partition.steps.size(); ++i) {
       if (!is_product(partition, i)) continue;
       const Share& share = partition.shares[i];
-      const Sizes& sizes = products.emplace_back(i, Sizes(program, *partition.steps[i], share)).second;
+      const ResidentSizes& sizes = products.emplace_back(i, sizes_of(program, *partition.steps[i], share)).second;
       if (paired_kernel(partition, i) >= 0) sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
-      partials = std::max(partials, sizes.partials);
-      of[part(partition, i)] += sizes.weights;
+      partials = std::max<int64_t>(partials, sizes.partial_bytes);
+      of[part(partition, i)] += sizes.weight_bytes;
     }
     sums = (sums + 15) / 16 * 16;
     partials = (partials + 15) / 16 * 16;
@@ -87,7 +74,7 @@ struct Room {
     for (const auto& [i, sizes] : products) {
       int64_t& at = next[part(partition, i)];
       places[i] = at;
-      at += sizes.weights;
+      at += sizes.weight_bytes;
       weights = std::max(weights, at);
     }
     // Gradients take the place of all that.
@@ -391,7 +378,7 @@ std::vector<Kept> kept_by_a_block(const Program& program, const Partition& parti
     const Step& s = *partition.steps[i];
     const Buffer& source = program.buffers[s.source];
     const int64_t of_matrix = int64_t{source.width} * program.buffers[s.target].width * (is_half(source.dtype) ? 2 : 4);
-    found.push_back({s.matrix, Sizes(program, s, partition.shares[i]).weights, of_matrix});
+    found.push_back({s.matrix, sizes_of(program, s, partition.shares[i]).weight_bytes, of_matrix});
   }
   return found;
 }

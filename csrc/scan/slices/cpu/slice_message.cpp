@@ -156,7 +156,7 @@ void mend_slice(const SliceMend& m) {
     S* grad_A = static_cast<S*>(m.grad_A) + row * m.grad_A_b + h;
     const T* const first = m.first ? static_cast<const T*>(m.first) + row * m.H + h : nullptr;
     for (int64_t t = 0; t < m.T; ++t, A += m.A_t, x += m.x_t, before += m.before_t, grad_A += m.grad_A_t) {
-      bool matters = false, shows[kSliceLine];
+      bool matters = false, shows[kSliceLine], changes[kSliceLine];
       T mended[kSliceLine];
       for (int64_t i = 0; i < count; ++i) {
         if (!gradients && v[i] != 0) v[i] *= double(T(A[i]));
@@ -166,10 +166,12 @@ void mend_slice(const SliceMend& m) {
         shows[i] = !(mended[i] == there || there != there);
         matters |= shows[i];
         x[i] = S(mended[i]);
+        changes[i] = !(T(x[i]) == there || there != there);
       }
       if (m.grad_A != nullptr && (t < m.T - 1 || first != nullptr)) {
+        // Of a narrower type it was made of lambda as it was before it was rounded: it stays where lambda does.
         for (int64_t i = 0; i < count; ++i) {
-          if (shows[i]) grad_A[i] = S(mended[i] * (t < m.T - 1 ? T(before[i]) : first[i]));
+          if (changes[i]) grad_A[i] = S(mended[i] * (t < m.T - 1 ? T(before[i]) : first[i]));
         }
       }
       if (gradients && t < m.T - 1) {

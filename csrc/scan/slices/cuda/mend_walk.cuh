@@ -99,12 +99,14 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
     };
     auto step = [&](const Lane& a, Lane value, const Others& previous, bool exists, auto whole) {
       Lane gradient;
+      bool changes = sizeof(S) == sizeof(T);
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         if constexpr (!kGradients) v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
         const T old = to_acc(value.of[c]), mended = old + T(v[c]);
         shows[c] |= !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
+        changes = changes || !(to_acc(value.of[c]) == old);
         if constexpr (kGradients) {
           gradient.of[c] = from_acc<S>(mended * previous.of[c]);
           v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
@@ -113,7 +115,9 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       put(x, value, whole);
       x += m.x_t;
       if constexpr (kGradients) {
-        if (of_A && exists) put(grad_A, gradient, whole);
+        // Of a narrower type it was made of lambda as it was before it was rounded: it stays where lambda does.
+        static_assert(sizeof(S) == sizeof(T) || kChannels == 1);
+        if (of_A && exists && changes) put(grad_A, gradient, whole);
         grad_A += m.grad_A_t;
       }
     };

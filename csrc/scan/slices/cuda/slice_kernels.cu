@@ -304,9 +304,12 @@ __global__ void __launch_bounds__(kLanes* kWarps)
       // Of the tile's last step, or the slice's.
       if (t == tile + kTile - 1) matters = live && !(mended == value[i] || value[i] != value[i]);
       if (live && t < m.T) {
-        x[t * m.x_t] = from_acc<S>(mended);
-        // Without a state before the first step its A has no gradient, also where lambda is not finite.
-        if (of_A && (t < m.T - 1 || m.first != nullptr)) {
+        const S rounded = from_acc<S>(mended);
+        x[t * m.x_t] = rounded;
+        // Without a state before the first step its A has no gradient, also where lambda is not finite. Of a narrower
+        // type it was made of lambda as it was before it was rounded: it stays where lambda does.
+        const bool changes = sizeof(S) == sizeof(T) || !(to_acc(rounded) == value[i]);
+        if (of_A && changes && (t < m.T - 1 || m.first != nullptr)) {
           grad_A[t * m.grad_A_t] = from_acc<S>(mended * other[i]);
         }
       }
