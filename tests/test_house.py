@@ -121,6 +121,7 @@ ALONE = {
     r"\basm\b": {
         "common/cuda/ptx.jit.cuh",
         "common/cuda/warpgroup.jit.cuh",
+        "common/cuda/wide_product.jit.cuh",
         "common/cuda/words.jit.cuh",
     },
     r"<<<|cudaLaunchKernel|cuLaunchKernel|LaunchAttributeClusterDimension": {"common/launch.cuh", "jit/kernel.cpp"},

@@ -220,6 +220,25 @@ def test_one_chunk(tmp_path, backward):
         assert relative_error(have, right) < 1e-12
 
 
+def test_steps_that_lie_far_apart(tmp_path):
+    """More than 2 GB: not by the addresses of those that are near, to the same bits."""
+    source = "scan/pointwise/cuda/pointwise.jit.cuh"
+    run = Run(STEPS["gru"], 61, 3, 4, torch.float32)
+    found = []
+    for name in ("near", "far"):
+        folder = tmp_path / name
+        if name == "far":
+            emulated.with_flaw(source, "return step == static_cast<int>(step);", "return false;", folder)
+        else:
+            folder.mkdir()
+        states, _ = run.forward(library(folder, run.case, torch.float32, 4, True, False), 1)
+        grads = [torch.ones_like(s) for s in states]
+        found.append(
+            [*states, *run.backward(library(folder, run.case, torch.float32, 4, True, True), states, grads, 1)]
+        )
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_that_overflow_are_walked_in_one_piece(tmp_path):
     """The derivative of a chunk is infinite, and what it is given is zero."""
     case = STEPS["decay"]

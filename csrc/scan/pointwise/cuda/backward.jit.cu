@@ -42,54 +42,80 @@ struct Batch {
 struct Places {
   const E *initial[S], *h[S], *grad[S], *x[I];
   E* to[I];
-  // From a step to the one before.
+  // From a step to the one before, in bytes.
   long long h_back, grad_back[S], x_back[I], to_back[I];
-};
 
-__device__ __forceinline__ Places places_of(const PointwiseArgs& a, long long n, long long last) {
-  Places found;
-  const long long back = a.reverse ? 1 : -1, t = in_memory(a, last);
-  found.h_back = back * a.N;
-#pragma unroll
-  for (int i = 0; i < S; ++i) {
-    found.initial[i] = at<const E>(a.operands[i], n, 0);
-    found.h[i] = static_cast<const E*>(a.states[i]) + (t + back) * a.N + n;
-    if (has_grad(i)) {
-      found.grad[i] = at<const E>(a.grads[i], n, t);
-      found.grad_back[i] = back * a.grads[i].step;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < I; ++i) {
-    found.x[i] = at<const E>(a.operands[kInputs + i], n, t);
-    found.x_back[i] = back * a.operands[kInputs + i].step;
-    if (wanted(kInputs + i)) {
-      found.to[i] = at<E>(a.results[kInputs + i], n, t);
-      found.to_back[i] = back * a.results[kInputs + i].step;
-    }
-  }
-  return found;
-}
-
-// The next `count` steps, of which the first is step 0 or not.
-__device__ __forceinline__ void load_batch(Places& places, bool begins, int count, Batch& to) {
-  each_step<true>(count, [&](int u) {
+  __device__ __forceinline__ Places(const PointwiseArgs& a, long long n, long long last) {
+    const long long back = a.reverse ? 1 : -1, t = in_memory(a, last);
+    const auto bytes = [&](long long step) { return back * step * int(sizeof(E)); };
+    h_back = bytes(a.N);
 #pragma unroll
     for (int i = 0; i < S; ++i) {
-      to.h[u][i] = *(u == 0 && begins ? places.initial[i] : places.h[i]);
-      places.h[i] += places.h_back;
+      initial[i] = at<const E>(a.operands[i], n, 0);
+      h[i] = static_cast<const E*>(a.states[i]) + (t + back) * a.N + n;
       if (has_grad(i)) {
-        to.grad[u][i] = *places.grad[i];
-        places.grad[i] += places.grad_back[i];
+        grad[i] = at<const E>(a.grads[i], n, t);
+        grad_back[i] = bytes(a.grads[i].step);
       }
     }
 #pragma unroll
     for (int i = 0; i < I; ++i) {
-      to.x[u][i] = *places.x[i];
-      places.x[i] += places.x_back[i];
+      x[i] = at<const E>(a.operands[kInputs + i], n, t);
+      x_back[i] = bytes(a.operands[kInputs + i].step);
+      if (wanted(kInputs + i)) {
+        to[i] = at<E>(a.results[kInputs + i], n, t);
+        to_back[i] = bytes(a.results[kInputs + i].step);
+      }
     }
-  });
-}
+  }
+  __device__ __forceinline__ bool near() const {
+    bool all = is_near(h_back);
+#pragma unroll
+    for (int i = 0; i < S; ++i) all = all && (!has_grad(i) || is_near(grad_back[i]));
+#pragma unroll
+    for (int i = 0; i < I; ++i) all = all && is_near(x_back[i]) && (!wanted(kInputs + i) || is_near(to_back[i]));
+    return all;
+  }
+  // What is loaded of step u, `steps` down from where the places are.
+  __device__ __forceinline__ void load_near(int u, int steps, Batch& batch) const {
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      batch.h[u][i] = *moved_near(h[i], h_back, steps);
+      if (has_grad(i)) batch.grad[u][i] = *moved_near(grad[i], grad_back[i], steps);
+    }
+#pragma unroll
+    for (int i = 0; i < I; ++i) batch.x[u][i] = *moved_near(x[i], x_back[i], steps);
+  }
+  // After a batch.
+  __device__ __forceinline__ void loaded_near() {
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      h[i] = moved_near(h[i], h_back, U);
+      if (has_grad(i)) grad[i] = moved_near(grad[i], grad_back[i], U);
+    }
+#pragma unroll
+    for (int i = 0; i < I; ++i) x[i] = moved_near(x[i], x_back[i], U);
+  }
+  // The next `count` steps, of which the first is step 0 or not.
+  __device__ __forceinline__ void load(bool begins, int count, Batch& batch) {
+    some_steps<true>(count, [&](int u) {
+#pragma unroll
+      for (int i = 0; i < S; ++i) {
+        batch.h[u][i] = *(u == 0 && begins ? initial[i] : h[i]);
+        h[i] = moved_by(h[i], h_back);
+        if (has_grad(i)) {
+          batch.grad[u][i] = *grad[i];
+          grad[i] = moved_by(grad[i], grad_back[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < I; ++i) {
+        batch.x[u][i] = *x[i];
+        x[i] = moved_by(x[i], x_back[i]);
+      }
+    });
+  }
+};
 
 // Steps of a span, the last first; it begins at a multiple of U. True where the difference was lost on the way.
 template <Mode mode>
@@ -101,61 +127,91 @@ __device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool a
   if (mode == Mode::kChunk) set_identity(derivative);
   clear(sums);
   bool lost = false;
-  Places places = places_of(a, n, end - 1);
+  Places places(a, n, end - 1);
   long long t = first + (end - first - 1) / U * U;
-  Batch ahead;
-  load_batch(places, t == 0, int(end - t), ahead);
-  for (int count = int(end - t); t >= first; t -= U, count = U) {
-    const Batch now = ahead;
-    if (t > first) load_batch(places, t == U, U, ahead);
-    const auto one = [&](int u) {
-      T h[S], x[I], d[S], g[S + I + P];
+  Batch batch;
+  places.load(t == 0, int(end - t), batch);
+
+  // Step u of a batch; put(i, gradient) is of input i.
+  const auto one = [&](const Batch& given, int u, const auto& put) {
+    T h[S], x[I], d[S], g[S + I + P];
 #pragma unroll
-      for (int i = 0; i < S; ++i) {
-        h[i] = T(now.h[u][i]);
-        d[i] = carry[i];
-        if (has_grad(i)) d[i] += T(now.grad[u][i]);
-      }
+    for (int i = 0; i < S; ++i) {
+      h[i] = T(given.h[u][i]);
+      d[i] = carry[i];
+      if (has_grad(i)) d[i] += T(given.grad[u][i]);
+    }
 #pragma unroll
-      for (int i = 0; i < I; ++i) x[i] = T(now.x[u][i]);
-      if constexpr (mode == Mode::kChunk) {
-        T jacobian[S * S];
-        WEFT_VJP_JACOBIAN
-        set_product<true>(derivative, jacobian, derivative);
-      } else {
-        WEFT_VJP
-      }
+    for (int i = 0; i < I; ++i) x[i] = T(given.x[u][i]);
+    if constexpr (mode == Mode::kChunk) {
+      T jacobian[S * S];
+      WEFT_VJP_JACOBIAN
+      set_product<true>(derivative, jacobian, derivative);
+    } else {
+      WEFT_VJP
+    }
+#pragma unroll
+    for (int i = 0; i < I; ++i) {
+      if (wanted(kInputs + i)) put(i, E(g[kInputs + i]));
+    }
+#pragma unroll
+    for (int i = 0; i < S; ++i) carry[i] = g[i];
+    if constexpr (mode == Mode::kAgain) {
+      // The sums have the rest already.
+#pragma unroll
+      for (int i = 0; i < S; ++i) d[i] = apart[i];
+      const auto difference = [&] { WEFT_VJP };
+      difference();
+#pragma unroll
+      for (int i = 0; i < S; ++i) apart[i] = g[i];
+    }
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (wanted(kParameters + i) && active) sums[i] += g[kParameters + i];
+    }
+  };
+  const auto is_done = [&] {
+    if constexpr (mode != Mode::kAgain) return false;
+    if (active) {
+      lost = true;
+#pragma unroll
+      for (int i = 0; i < S; ++i) lost = lost && absolute(apart[i]) <= kLost * absolute(carry[i]);
+      active = !lost;
+    }
+    return !__any_sync(~0u, active);
+  };
+
+  // A batch that is not whole is the first.
+  const auto some = [&](int count) {
+    const Batch now = batch;
+    if (t > first) places.load(t == U, U, batch);
+    some_steps<true>(count, [&](int u) {
+      one(now, u, [&](int i, E gradient) {
+        if (active) *places.to[i] = gradient;
+        places.to[i] = moved_by(places.to[i], places.to_back[i]);
+      });
+    });
+    t -= U;
+    return is_done();
+  };
+  const bool near = places.near();
+  for (int count = int(end - t); t >= first; count = U) {
+    if (near && count == U && t - U >= first && t > U) {
+      all_steps<true>([&](int u) {
+        one(batch, u, [&](int i, E gradient) {
+          if (active) *moved_near(places.to[i], places.to_back[i], U - 1 - u) = gradient;
+        });
+        places.load_near(u, U - 1 - u, batch);
+      });
+      places.loaded_near();
 #pragma unroll
       for (int i = 0; i < I; ++i) {
-        if (!wanted(kInputs + i)) continue;
-        if (active) *places.to[i] = E(g[kInputs + i]);
-        places.to[i] += places.to_back[i];
+        if (wanted(kInputs + i)) places.to[i] = moved_near(places.to[i], places.to_back[i], U);
       }
-#pragma unroll
-      for (int i = 0; i < S; ++i) carry[i] = g[i];
-      if constexpr (mode == Mode::kAgain) {
-        // The sums have the rest already.
-#pragma unroll
-        for (int i = 0; i < S; ++i) d[i] = apart[i];
-        const auto difference = [&] { WEFT_VJP };
-        difference();
-#pragma unroll
-        for (int i = 0; i < S; ++i) apart[i] = g[i];
-      }
-#pragma unroll
-      for (int i = 0; i < P; ++i) {
-        if (wanted(kParameters + i) && active) sums[i] += g[kParameters + i];
-      }
-    };
-    each_step<true>(count, one);
-    if constexpr (mode == Mode::kAgain) {
-      if (active) {
-        lost = true;
-#pragma unroll
-        for (int i = 0; i < S; ++i) lost = lost && absolute(apart[i]) <= kLost * absolute(carry[i]);
-        active = !lost;
-      }
-      if (!__any_sync(~0u, active)) break;
+      t -= U;
+      if (is_done()) break;
+    } else if (some(count)) {
+      break;
     }
   }
   return lost;

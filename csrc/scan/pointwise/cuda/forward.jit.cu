@@ -5,8 +5,9 @@
 // and those of pointwise.jit.cuh.
 //
 // Decomposition: a lane has a channel of a chunk of time and walks it; neighbouring lanes have neighbouring channels. A
-// batch of steps of all inputs is loaded into registers while the batch before it is computed, so that the walk waits
-// for arithmetic alone: 127 ns a step of a GRU's gates on an H200, where one warp a scheduler or more reach the bus.
+// batch of steps of all inputs is in registers, and as soon as a step is done the one a batch later takes its place, so
+// that the walk waits for arithmetic alone: 127 ns a step of a GRU's gates on an H200 for one warp. Of several warps a
+// scheduler, instructions are what bounds it: an address is one of them, and nothing is moved between registers.
 //
 // Chunks: all are walked at once, from the initial state, and carry the derivative of their end by their start. Then,
 // in rounds between barriers of the grid, every lane computes by a scan over its channel's chunks where its own should
@@ -43,15 +44,39 @@ struct Walk {
   T apart;
 };
 
-__device__ __forceinline__ void load_batch(E (&to)[U][I], const E* (&from)[I], const long long (&step)[I], int count) {
-  each_step<false>(count, [&](int u) {
+// Where the lane's next numbers are, and how far, in bytes, those of the step after are.
+struct Places {
+  const E* from[I];
+  E* to[S];
+  long long step[I], onward;
+
+  __device__ __forceinline__ Places(const PointwiseArgs& a, long long n, long long first) {
+    const long long direction = a.reverse ? -1 : 1, t = in_memory(a, first);
 #pragma unroll
     for (int i = 0; i < I; ++i) {
-      to[u][i] = *from[i];
-      from[i] += step[i];
+      from[i] = at<const E>(a.operands[kInputs + i], n, t);
+      step[i] = direction * a.operands[kInputs + i].step * int(sizeof(E));
     }
-  });
-}
+#pragma unroll
+    for (int i = 0; i < S; ++i) to[i] = static_cast<E*>(a.states[i]) + t * a.N + n;
+    onward = direction * a.N * int(sizeof(E));
+  }
+  __device__ __forceinline__ bool near() const {
+    bool all = is_near(onward);
+#pragma unroll
+    for (int i = 0; i < I; ++i) all = all && is_near(step[i]);
+    return all;
+  }
+  __device__ __forceinline__ void load(int count, E (&batch)[U][I]) {
+    some_steps<false>(count, [&](int u) {
+#pragma unroll
+      for (int i = 0; i < I; ++i) {
+        batch[u][i] = *from[i];
+        from[i] = moved_by(from[i], step[i]);
+      }
+    });
+  }
+};
 
 // Steps of a span from h on. kAgain: lanes that are `active` write, each until it meets what is stored.
 template <bool kDerivative, bool kAgain>
@@ -60,72 +85,92 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
   const long long first = span.first, end = span.end;
   T p[P + 1];
   load_parameters(a, n, p);
-  const long long direction = a.reverse ? -1 : 1;
-  const E* from[I];
-  long long step[I];
-#pragma unroll
-  for (int i = 0; i < I; ++i) {
-    from[i] = at<const E>(a.operands[kInputs + i], n, in_memory(a, first));
-    step[i] = direction * a.operands[kInputs + i].step;
-  }
-  long long to = in_memory(a, first) * a.N + n;
-  const long long onward = direction * a.N;
+  Places places(a, n, first);
   Walk found{false, 0, T(0)};
   if (kDerivative) set_identity(derivative);
-  E ahead[U][I];
-  load_batch(ahead, from, step, int(end - first < U ? end - first : U));
-  for (long long t = first; t < end; t += U) {
+  E batch[U][I];
+  places.load(int(end - first < U ? end - first : U), batch);
+
+  const auto one = [&](const E(&input)[I]) {
+    T x[I], next[S];
+#pragma unroll
+    for (int i = 0; i < I; ++i) x[i] = T(input[i]);
+    if constexpr (kDerivative) {
+      T jacobian[S * S];
+      WEFT_NEXT_JACOBIAN
+      set_product<false>(derivative, jacobian, derivative);
+    } else {
+      WEFT_NEXT
+    }
+    set(h, next);
+  };
+  // What is stored at the end of the batch of `count` steps from t on, and whether the warp is done after it.
+  T stored[S];
+  const auto begin = [&](long long t, int count) {
+    if (!kAgain) return;
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      if constexpr (kHalf) {
+        stored[i] = static_cast<const T*>(a.marks)[(t / U * S + i) * a.N + n];
+      } else {
+        stored[i] = T(*moved_by(places.to[i], (count - 1) * places.onward));
+      }
+    }
+  };
+  const auto is_done = [&](long long t, int count) {
+    if (kHalf && WEFT_CHUNKED && active) {
+#pragma unroll
+      for (int i = 0; i < S; ++i) static_cast<T*>(a.marks)[(t / U * S + i) * a.N + n] = h[i];
+    }
+    if (!kAgain) return false;
+    if (active) {
+      found.steps += count;
+      found.met = meets(h, stored, found.apart);
+      active = !found.met;
+    }
+    return !__any_sync(~0u, active);
+  };
+
+  long long t = first;
+  if (places.near()) {
+    for (; t + 2 * U <= end; t += U) {
+      begin(t, U);
+      all_steps<false>([&](int u) {
+        one(batch[u]);
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+          if (active) *moved_near(places.to[i], places.onward, u) = E(h[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < I; ++i) batch[u][i] = *moved_near(places.from[i], places.step[i], u);
+      });
+#pragma unroll
+      for (int i = 0; i < S; ++i) places.to[i] = moved_near(places.to[i], places.onward, U);
+#pragma unroll
+      for (int i = 0; i < I; ++i) places.from[i] = moved_near(places.from[i], places.step[i], U);
+      if (is_done(t, U)) return found;
+    }
+  }
+#pragma unroll 1
+  for (; t < end; t += U) {
+    const int count = int(end - t < U ? end - t : U);
+    begin(t, count);
     E now[U][I];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
 #pragma unroll
-      for (int i = 0; i < I; ++i) now[u][i] = ahead[u][i];
+      for (int i = 0; i < I; ++i) now[u][i] = batch[u][i];
     }
-    const int count = int(end - t < U ? end - t : U);
-    if (t + U < end) load_batch(ahead, from, step, int(end - t - U < U ? end - t - U : U));
-    T stored[S];
-    const long long mark = t / U * S * a.N + n;
-    if (kAgain) {
+    if (t + U < end) places.load(int(end - t - U < U ? end - t - U : U), batch);
+    some_steps<false>(count, [&](int u) {
+      one(now[u]);
 #pragma unroll
       for (int i = 0; i < S; ++i) {
-        if constexpr (kHalf) {
-          stored[i] = static_cast<const T*>(a.marks)[mark + i * a.N];
-        } else {
-          stored[i] = T(static_cast<const E*>(a.states[i])[to + (count - 1) * onward]);
-        }
+        if (active) *places.to[i] = E(h[i]);
+        places.to[i] = moved_by(places.to[i], places.onward);
       }
-    }
-    const auto one = [&](int u) {
-      T x[I], next[S];
-#pragma unroll
-      for (int i = 0; i < I; ++i) x[i] = T(now[u][i]);
-      if constexpr (kDerivative) {
-        T jacobian[S * S];
-        WEFT_NEXT_JACOBIAN
-        set_product<false>(derivative, jacobian, derivative);
-      } else {
-        WEFT_NEXT
-      }
-#pragma unroll
-      for (int i = 0; i < S; ++i) {
-        h[i] = next[i];
-        if (active) static_cast<E*>(a.states[i])[to] = E(h[i]);
-      }
-      to += onward;
-    };
-    each_step<false>(count, one);
-    if (kHalf && WEFT_CHUNKED && active) {
-#pragma unroll
-      for (int i = 0; i < S; ++i) static_cast<T*>(a.marks)[mark + i * a.N] = h[i];
-    }
-    if (kAgain) {
-      if (active) {
-        found.steps += count;
-        found.met = meets(h, stored, found.apart);
-        active = !found.met;
-      }
-      if (!__any_sync(~0u, active)) break;
-    }
+    });
+    if (is_done(t, count)) break;
   }
   return found;
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/cuda/grid_barrier.jit.cuh"
+#include "common/cuda/wide_product.jit.cuh"
 #include "common/elementwise.jit.cuh"
 #include "scan/newton/counters.jit.cuh"
 #include "scan/pointwise/pointwise_args.h"
@@ -91,20 +92,33 @@ __device__ __forceinline__ void set_product(T (&to)[S * S], const T (&left)[S * 
   set(to, product);
 }
 
-// f of the steps of a batch, in their order or from the last. A batch of U steps has no branches: its loads and
-// arithmetic overlap.
+// f of the steps of a whole batch, in their order or from the last, without branches: loads and arithmetic overlap.
 template <bool from_last, typename F>
-__device__ __forceinline__ void each_step(int count, const F& f) {
-  if (count == U) {
+__device__ __forceinline__ void all_steps(const F& f) {
 #pragma unroll
-    for (int u = 0; u < U; ++u) f(from_last ? U - 1 - u : u);
-  } else {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int step = from_last ? U - 1 - u : u;
-      if (step < count) f(step);
-    }
-  }
+  for (int u = 0; u < U; ++u) f(from_last ? U - 1 - u : u);
+}
+// The same of the first `count` of them.
+template <bool from_last, typename F>
+__device__ __forceinline__ void some_steps(int count, const F& f) {
+  all_steps<from_last>([&](int u) {
+    if (u < count) f(u);
+  });
+}
+
+__device__ __forceinline__ const E* moved_by(const E* p, long long bytes) {
+  return reinterpret_cast<const E*>(reinterpret_cast<const char*>(p) + bytes);
+}
+__device__ __forceinline__ E* moved_by(E* p, long long bytes) {
+  return reinterpret_cast<E*>(reinterpret_cast<char*>(p) + bytes);
+}
+// By a few steps of less than 2 GB: one instruction.
+template <typename Pointer>
+__device__ __forceinline__ Pointer moved_near(Pointer p, long long step, int steps) {
+  return moved_by(p, wide_product(static_cast<int>(step), steps));
+}
+__device__ __forceinline__ bool is_near(long long step) {
+  return step == static_cast<int>(step);
 }
 
 // The steps of a chunk.
