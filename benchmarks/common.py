@@ -205,7 +205,13 @@ def peer(name: str, make: Callable[[], Candidate]) -> dict[str, Candidate]:
 
 
 def measure(
-    candidates: Mapping[str, Candidate], device: str, *, warmup: int = 3, repeats: int = 10, at_most: float = 1.0
+    candidates: Mapping[str, Candidate],
+    device: str,
+    *,
+    warmup: int = 3,
+    repeats: int = 10,
+    at_most: float = 1.0,
+    spread: float = 0.0,
 ) -> dict[str, float]:
     """Median time of each candidate in milliseconds, warm: as in a training loop, a step follows its like.
 
@@ -219,6 +225,8 @@ def measure(
         repeats: the least number of counted rounds of a candidate; short ones get up to five times as many.
         at_most: seconds of counted rounds of a candidate after which no round beyond `repeats` is started; at most what
             ``--seconds`` says.
+        spread: no round beyond `repeats` is started either where the counted ones of a candidate differ by no more
+            than this part of their median.
     """
     at_most = min(at_most, _longest)
     times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -230,14 +238,20 @@ def measure(
                 for _ in range(warmup):
                     _time_once(candidate, device)
                 start, least, most = time.perf_counter(), block * repeats / 2, block * 5 * repeats / 2
-                while len(times[name]) < least or (
-                    len(times[name]) < most and time.perf_counter() - start < at_most / 2
+                counted = times[name]
+                while len(counted) < least or (
+                    len(counted) < most and time.perf_counter() - start < at_most / 2 and _spread(counted) > spread
                 ):
-                    times[name].append(_time_once(candidate, device))
+                    counted.append(_time_once(candidate, device))
     finally:
         if enabled:
             gc.enable()
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _spread(times: Sequence[float]) -> float:
+    """From the least to the most, as a part of the median."""
+    return (max(times) - min(times)) / statistics.median(times)
 
 
 def measure_in_turns(
@@ -282,7 +296,7 @@ def _time_once(candidate: Candidate, device: str) -> float:
         return elapsed
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    _wake_autograd()
+    wake_autograd()
     begin.record()
     result = candidate.run(prepared)
     end.record()
@@ -333,7 +347,7 @@ def captured(run: Callable[..., Any], prepare: Callable[[], Any] | None = None) 
     return replay
 
 
-def _wake_autograd() -> None:
+def wake_autograd() -> None:
     """Runs a backward pass without kernels: autograd's thread for the device sleeps while :func:`_time_once` waits, and
     a virtual machine may take a quarter of a millisecond to wake it after a wait of one."""
     with torch.inference_mode(False), torch.enable_grad():

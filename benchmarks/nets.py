@@ -2,12 +2,12 @@
 
 The six nets of VPPS (MICRO 2018), section IV, with the graphs of examples/six_nets.py; what they read are vectors that
 nobody trains, made on the device. A step is what a user's loop does with a batch that a DataLoader's workers have put
-together and its thread has pinned: it sends the batch to the device, graphs too, which plans their schedule, looks up
+together and its thread has pinned, graphs too, which plans their schedules: it sends the batch to the device, looks up
 the embedding, and runs cell, head, cross-entropy, gradients of all parameters and the optimizer, SGD with momentum.
 ``python -m benchmarks.vertex`` has the rows.
 
-``python -m benchmarks.nets [NET ...]`` measures nothing: it compiles what the rows run, a process for each net, so that
-a run that has little time finds the kernels on disk.
+``python -m benchmarks.nets [NET ...]`` measures nothing: it compiles what the rows run, a process for each cell, so
+that a run that has little time finds the kernels on disk.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ from benchmarks import level_loops
 from benchmarks.common import ROOT
 
 NETS = ("treelstm", "rvnn", "td-rnn", "td-lstm", "bilstm", "bilstm-char")
+SAME_CELL = (("bilstm-char",), ("bilstm",), ("rvnn",), ("td-rnn",), ("treelstm", "td-lstm"))
+"""Nets whose kernels are the same, those that take longest to compile first."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SAMPLES = 2000
+"""Of each net, from which batches are drawn."""
 CHARACTERS = 64
 RARE = 5
 
@@ -188,7 +193,7 @@ class Training:
         # Words do not matter: the vertices' numbers stand for them.
         words = torch.arange(graphs.num_vertices) % len(self.vectors)
         both = torch.cat([words, *(self.data.targets[i] for i in chosen)])
-        return graphs, both.pin_memory() if self.device == "cuda" else both
+        return (graphs.pin_memory(), both.pin_memory()) if self.device == "cuda" else (graphs, both)
 
     def send(self, batch: Batch | None = None) -> tuple[Graphs, Tensor, Tensor]:
         """A batch, or the next one, on the device: graphs, what their words stand for, targets."""
@@ -281,12 +286,14 @@ def sentences(folder: Path | None) -> list[weft.data.Sentence] | None:
 
 
 def compile_all(name: str, data: Data, device: str) -> None:
-    """What steps of a net run, whatever its graphs: its kernels are on disk afterwards."""
+    """What steps of a net run on batches of all sizes: its kernels are on disk afterwards."""
     training = Training(name, data, 4, device)
     graphs, x, _ = training.batch()
     call = calls.prepare(training.cell, graphs, x, "persistent")
     if call.executor == "persistent":
-        persistent.compile_all(call.compiled, graphs.device)
+        # Several of a size, which differ in what they take.
+        batches = [Graphs.batch(data.graphs[i * B : (i + 1) * B]) for B in BATCHES for i in range(8)]
+        persistent.compile_for(call.compiled, graphs.device, [g for g in batches if len(g)])
     steps = [training.gradients_by("batched")]
     if training.runs_as("trainer") == "trainer":
         steps.append(training.trainer())
@@ -295,20 +302,24 @@ def compile_all(name: str, data: Data, device: str) -> None:
 
 
 def main(names: Sequence[str]) -> None:
-    if len(names) != 1:
+    groups = [[name for name in group if name in (names or NETS)] for group in SAME_CELL]
+    groups = [group for group in groups if group]
+    if len(groups) > 1:
         command = [sys.executable, "-m", "benchmarks.nets"]
-        running = [(name, subprocess.Popen([*command, name])) for name in names or NETS]
-        failed = [name for name, process in running if process.wait() != 0]
+        running = [(group, subprocess.Popen([*command, *group])) for group in groups]
+        failed = [name for group, process in running if process.wait() != 0 for name in group]
         if failed:
             raise SystemExit(f"not compiled: {', '.join(failed)}")
         return
-    (name,), start = names, time.monotonic()
-    trees, tagged = level_loops.treebank(None), sentences(None)
-    if (tagged if name.startswith("bilstm") else trees) is None:
-        print(f"{name}: its data are not here")
-        return
-    compile_all(name, data_of(name, (trees or [])[:1000], (tagged or [])[:1000]), "cuda")
-    print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+    start = time.monotonic()
+    tags = any(name.startswith("bilstm") for name in names)
+    trees, tagged = (None, sentences(None)) if tags else (level_loops.treebank(None), None)
+    for name in names:
+        if (tagged or trees) is None:
+            print(f"{name}: its data are not here")
+            continue
+        compile_all(name, data_of(name, (trees or [])[:SAMPLES], (tagged or [])[:SAMPLES]), "cuda")
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import weft
@@ -30,23 +30,10 @@ from benchmarks.level_loops import STEPS, LevelLoop, Step, case_of, loop_entry, 
 from benchmarks.tree_training import device_busy
 
 
-def net_entry(
-    name: str,
-    data: Callable[[], nets.Data],
-    B: int,
-    device: str,
-    *,
-    loops: bool = False,
-    H: int | None = None,
-) -> Entry:
-    """A net's steps in a row by the persistent executor and by the Trainer, beside the same net batched.
-
-    With `loops`, of the binary Tree-LSTM, level loops with the same optimizer stand beside the Trainer, too.
-    """
-    cases = {
-        executor: case_of(name, device, H or nets.hidden_of(name), B, "fp32", executor)
-        for executor in ("persistent", "trainer", "auto")
-    }
+def net_entry(name: str, data: Callable[[], nets.Data], B: int, device: str, H: int | None = None) -> Entry:
+    """The binary Tree-LSTM's steps in a row by the persistent executor and by the Trainer, beside the same net batched,
+    and beside level loops with the same optimizer."""
+    cases = _cases(name, B, device, H)
 
     def run(results: Results) -> list[dict[str, str]]:
         training = functools.partial(nets.Training, name, data(), B, device, H)
@@ -67,21 +54,17 @@ def net_entry(
                 steps[executor] = training().trainer() if executor == "trainer" else training().by(executor)
         if runs["persistent"]:
             gradients = {e: in_a_row(first, first.gradients_by(e)) for e in ("persistent", "batched", "auto")}
-            times = measure(gradients, device)
-            own, other, auto = (times[e] / STEPS for e in ("persistent", "batched", "auto"))
-            rows.append(results.put(cases["persistent"], "forward_backward", "ms", own, "batched", other))
-            rows.append(results.put(cases["auto"], "forward_backward", "ms", auto, "best", min(own, other)))
+            rows += _gradient_rows(results, cases, {e: t / STEPS for e, t in measure(gradients, device).items()})
         if runs["trainer"]:
             steps["batched"] = training().by("batched")
             candidates = {who: in_a_row(first, step) for who, step in steps.items()}
-            if loops:
-                candidates["reference"] = in_a_row(first, training().by("reference"))
-                candidates["eager"] = eager_in_a_row(training())
-                repeated = training()
-                batch = repeated.batch()
-                loop = LevelLoop(repeated.cell, batch[0].to("cpu"), device)
-                replay = captured(lambda: repeated.captured_step(loop, *batch))
-                candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
+            candidates["reference"] = in_a_row(first, training().by("reference"))
+            candidates["eager"] = eager_in_a_row(training())
+            repeated = training()
+            batch = repeated.batch()
+            loop = LevelLoop(repeated.cell, batch[0].to("cpu"), device)
+            replay = captured(lambda: repeated.captured_step(loop, *batch))
+            candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
             times = {who: time / STEPS for who, time in measure(candidates, device).items()}
             batches = [first.collate() for _ in range(STEPS)]
             times["device_busy"] = device_busy(lambda: [steps["trainer"](b) for b in batches]) / STEPS
@@ -95,10 +78,29 @@ def net_entry(
     return Entry(f"{cases['trainer']} {cases['persistent']}", ("forward_backward", "step"), run)
 
 
-def in_a_row(training: nets.Training, step: nets.Step, count: int = STEPS) -> Candidate:
+def _cases(name: str, B: int, device: str, H: int | None = None) -> dict[str, str]:
+    """The case of each executor."""
+    return {
+        executor: case_of(name, device, H or nets.hidden_of(name), B, "fp32", executor)
+        for executor in ("persistent", "trainer", "auto")
+    }
+
+
+def _gradient_rows(results: Results, cases: Mapping[str, str], times: Mapping[str, float]) -> list[dict[str, str]]:
+    """Of steps without the optimizer, in milliseconds, by each executor; where there is a choice."""
+    if "persistent" not in times:
+        return []
+    own, other, auto = (times[e] for e in ("persistent", "batched", "auto"))
+    return [
+        results.put(cases["persistent"], "forward_backward", "ms", own, "batched", other),
+        results.put(cases["auto"], "forward_backward", "ms", auto, "best", min(own, other)),
+    ]
+
+
+def in_a_row(training: nets.Training, step: nets.Step) -> Candidate:
     """Steps on graphs that were never seen, one behind the other."""
     return Candidate(
-        lambda batches: [step(batch) for batch in batches][-1], lambda: [training.collate() for _ in range(count)]
+        lambda batches: [step(batch) for batch in batches][-1], lambda: [training.collate() for _ in range(STEPS)]
     )
 
 
@@ -115,68 +117,90 @@ def eager_in_a_row(training: nets.Training) -> Candidate:
     return Candidate(run, prepare)
 
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+MEANS = {
+    "persistent": ("forward_backward", "batched"),
+    "trainer": ("step", "batched"),
+    "auto": ("forward_backward", "best"),
+}
+"""Metric and peer of the rows of each executor."""
 
 
-def means_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: str) -> Entry:
-    """Geometric means over nets and batch sizes, each step on graphs that were never seen: of the executors that
-    `net_entry` has row by row, in a minute."""
-    case = {
-        e: case_name(model="nets", device=device, dtype="fp32", executor=e) for e in ("persistent", "trainer", "auto")
-    }
+def nets_entry(data: Callable[[str], nets.Data], names: Sequence[str], device: str) -> Entry:
+    """Nets at all batch sizes, each step on graphs that were never seen, and the geometric means of their rows.
+
+    Cases that have no row of this commit come first, so that a run can go on where another was cut off; the rows are
+    kept as they come. A case that fails costs the others nothing.
+    """
+    means = {e: case_name(model="nets", device=device, dtype="fp32", executor=e) for e in MEANS}
 
     def run(results: Results) -> list[dict[str, str]]:
-        of_nets = {name: _Nets(name, data(name), device) for name in names}
-        ratios: dict[tuple[str, str], dict[tuple[str, int], tuple[float, float]]] = {}
+        of_nets: dict[str, _Nets] = {}
+        rows, failed = [], []
+        gpu = hardware(device)
+
+        def is_there(B: int, name: str) -> bool:
+            return results.measured(_cases(name, B, device)["auto"], *MEANS["auto"], gpu)
+
         # Sizes far apart come first, so that the means of a part are not those of small batches.
-        for B, name in itertools.product(sorted(BATCHES, key=lambda B: (BATCHES.index(B) * 3) % len(BATCHES)), names):
-            times = of_nets[name].times(B)
-            best = min(times[e] for e in ("persistent", "batched") if e in times)
-            ratios.setdefault(("auto", "best"), {})[name, B] = times["auto"], best
-            for executor, peer in (("persistent", "batched"), ("trainer", "loop")):
-                if executor in times:
-                    ratios.setdefault((executor, "batched"), {})[name, B] = times[executor], times[peer]
-            print(f"{name} B={B}", {e: float(f"{time:.4g}") for e, time in times.items()}, flush=True)
-            _drop_means(results, case.values(), device)
-            rows = [_mean(results, case[executor], executor, peer, pairs) for (executor, peer), pairs in ratios.items()]
-            results.save()  # a run that is cut off has the means of what it measured
-            if name == names[-1]:
-                show(rows)
+        sizes = sorted(nets.BATCHES, key=lambda B: (nets.BATCHES.index(B) * 3) % len(nets.BATCHES))
+        for B, name in sorted(itertools.product(sizes, names), key=lambda case: is_there(*case)):
+            try:
+                if name not in of_nets:
+                    of_nets[name] = _Nets(name, data(name), device)
+                times = of_nets[name].times(B)
+            except RuntimeError as error:
+                failed.append(f"{name} B={B}: {error}")
+                print(f"FAILED {failed[-1]}", flush=True)
+                continue
+            cases = _cases(name, B, device)
+            rows = _gradient_rows(results, cases, times)
+            if "trainer" in times:
+                rows.append(results.put(cases["trainer"], "step", "ms", times["trainer"], "batched", times["loop"]))
+            show(rows)
+            rows = _means(results, means, names, device)
+            results.save()
+        if failed:
+            raise RuntimeError("; ".join(failed))
         return rows
 
-    return Entry(" ".join(case.values()), ("forward_backward", "step"), run)
+    return Entry(" ".join(means.values()), ("forward_backward", "step"), run)
 
 
-def _drop_means(results: Results, cases: Iterable[str], device: str) -> None:
-    """Takes back all means on this device, those of earlier runs, too: of how many cases they are is in their names, so
-    that other means would stand beside the new ones."""
-    begin = tuple(f"{case} " for case in cases)
-    for row in [row for row in results.rows.values() if row["gpu"] == hardware(device)]:
-        if row["case"].startswith(begin):
-            results.drop(row)
-
-
-def _mean(
-    results: Results, case: str, executor: str, peer: str, pairs: Mapping[tuple[str, int], tuple[float, float]]
-) -> dict[str, str]:
-    """The row of geometric means of pairs of times, each of a net and a batch size."""
-    own, other = (statistics.geometric_mean(column) for column in zip(*pairs.values(), strict=True))
-    case = f"{case} nets={len({name for name, _ in pairs})} cases={len(pairs)}"
-    metric = "step" if executor == "trainer" else "forward_backward"
-    return results.put(case, metric, "ms", own, peer, other)
+def _means(results: Results, cases: Mapping[str, str], names: Sequence[str], device: str) -> list[dict[str, str]]:
+    """Geometric means of the rows of this commit, and no others: of how many cases they are is in their names, so that
+    those of earlier runs would stand beside them."""
+    gpu = hardware(device)
+    begin = tuple(f"{case} " for case in cases.values())
+    for row in [row for row in results.rows.values() if row["gpu"] == gpu and row["case"].startswith(begin)]:
+        results.drop(row)
+    rows = []
+    for executor, case in cases.items():
+        metric, peer = MEANS[executor]
+        keys = {(name, B): _cases(name, B, device)[executor] for name in names for B in nets.BATCHES}
+        there = {key: c for key, c in keys.items() if results.measured(c, metric, peer, gpu)}
+        if not there:
+            continue
+        found = [results.rows[c, metric, peer, gpu] for c in there.values()]
+        own, other = (
+            statistics.geometric_mean(float(row[column]) for row in found) for column in ("weft", "peer_value")
+        )
+        case = f"{case} nets={len({name for name, _ in there})} cases={len(there)}"
+        rows.append(results.put(case, metric, "ms", own, peer, other))
+    return rows
 
 
 class _Nets:
     """One net: gradients by each executor of the same cell, and a Trainer and a loop that train one each."""
 
-    STEPS = 3
-
     def __init__(self, name: str, data: nets.Data, device: str) -> None:
         self._drawn, self._trained, self._looped = (nets.Training(name, data, 1, device) for _ in range(3))
         self._trainer, self._loop = self._trained.trainer(), self._looped.by("batched")
+        want = self._drawn.losses(self._drawn.by("batched"))
+        for what, step in (("persistent", self._drawn.by("persistent")), ("trainer", self._drawn.trainer())):
+            check_agreement(f"{name} by {what}", {"losses": relative_error(self._drawn.losses(step), want)}, 1e-4)
 
     def times(self, B: int) -> dict[str, float]:
-        """Milliseconds of a step with `B` graphs."""
+        """Milliseconds of a step with `B` graphs; of none where nothing but "batched" runs."""
         drawn = self._drawn
         drawn.B = B
         steps = {
@@ -187,9 +211,11 @@ class _Nets:
         self._trained.B = B
         if self._trained.runs_as("trainer") == "trainer":
             steps |= {"trainer": self._trainer, "loop": self._loop}
-        candidates = {e: in_a_row(drawn, step, self.STEPS) for e, step in steps.items()}
-        times = measure(candidates, drawn.device, warmup=1, repeats=4, at_most=0.05)
-        return {e: time / self.STEPS for e, time in times.items()}
+        if steps.keys() == {"batched", "auto"}:
+            return {}
+        candidates = {e: in_a_row(drawn, step) for e, step in steps.items()}
+        times = measure(candidates, drawn.device, warmup=1, repeats=4, at_most=0.1, spread=0.05)
+        return {e: time / STEPS for e, time in times.items()}
 
 
 def level_entry(H: int, device: str) -> Entry:
@@ -299,18 +325,15 @@ def persistent_table(
 
     @functools.cache
     def data(name: str) -> nets.Data:
-        return nets.data_of(name, trees or [], sentences or [])
+        return nets.data_of(name, (trees or [])[: nets.SAMPLES], (sentences or [])[: nets.SAMPLES])
 
     yield level_entry(256, device)
     if trees:
         for B in (1, 25, 64, 256):
-            yield net_entry("treelstm", functools.partial(data, "treelstm"), B, device, loops=True)
+            yield net_entry("treelstm", functools.partial(data, "treelstm"), B, device)
     here = [name for name in nets.NETS if (trees if not name.startswith("bilstm") else sentences)]
-    for name, B in itertools.product(here, BATCHES):
-        if (name, B) != ("treelstm", 1) and (name, B) != ("treelstm", 64):  # which stand above
-            yield net_entry(name, functools.partial(data, name), B, device)
     if here:
-        yield means_entry(data, here, device)
+        yield nets_entry(data, here, device)
     for name in ("chainlstm", "own"):
         for H in (256, 512):
             for dtype in (torch.float32, torch.bfloat16):

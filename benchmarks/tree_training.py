@@ -1,7 +1,7 @@
 """A user's training steps on graphs that were never seen, beside those of a level loop.
 
-What a DataLoader's workers and its thread do beside the steps, putting batches together and pinning them, is not in the
-times, nor are the level loop's indices; all that is done with a batch from then on is, and so is planning its schedule.
+What a DataLoader's workers and its thread do beside the steps, putting batches together and pinning them, which plans
+their schedules, is not in the times, nor are the level loop's indices; all that is done with a batch from then on is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from torch import Tensor, nn
 from weft import Graphs
 from weft.vertex import models
 
-from benchmarks.common import Candidate, Entry, Results, captured, check_agreement, measure, relative_error
+from benchmarks.common import (
+    Candidate,
+    Entry,
+    Results,
+    captured,
+    check_agreement,
+    measure,
+    relative_error,
+    wake_autograd,
+)
 from benchmarks.level_loops import MODELS, STEPS, LevelLoop, case_of
 
 
@@ -57,6 +67,26 @@ class _Inner(weft.VertexFunction):
 Batch = tuple[Graphs, Tensor]
 
 
+@dataclass
+class Data:
+    """Trees as a data set holds them: one at a time, a graph, the numbers of its words and its labels."""
+
+    trees: list[tuple[Graphs, Tensor, Tensor]]
+    words: int
+    classes: int
+
+    @staticmethod
+    def of(trees: Sequence[weft.data.Tree], typed: bool = False) -> Data:
+        graphs = Graphs.from_children([tree.children for tree in trees])
+        if typed:
+            graphs = graphs.with_types(["inner" if below else "leaf" for tree in trees for below in tree.children])
+        number: dict[str | None, int] = {None: 0}
+        words = [torch.tensor([number.setdefault(s, len(number)) for s in tree.symbols]) for tree in trees]
+        labels = [torch.tensor(tree.labels) for tree in trees]
+        classes = 1 + max(max(tree.labels) for tree in trees)
+        return Data([*zip(graphs, words, labels, strict=True)], len(number), classes)
+
+
 class Training:
     """A user's step: embedding, cell, head, cross-entropy at every vertex, gradients, SGD; graphs are new each time.
 
@@ -65,7 +95,7 @@ class Training:
 
     Args:
         name: of the model in the case.
-        trees: what batches are drawn from.
+        data: what batches are drawn from; of ``typed`` with types.
         H: hidden size, and the embedding's.
         B: trees in a batch.
         device: ``"cuda"`` or ``"cpu"``.
@@ -73,34 +103,25 @@ class Training:
 
     RATE = 0.01
 
-    def __init__(self, name: str, trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> None:
+    def __init__(self, name: str, data: Data, H: int, B: int, device: str) -> None:
         torch.manual_seed(0)
-        self.B, self.device, self.typed = B, device, name == "typed"
-        number: dict[str | None, int] = {None: 0}
-        # One at a time, as a data set holds them.
-        self.trees = []
-        for tree in trees:
-            graph = Graphs.from_children([tree.children])
-            if self.typed:
-                graph = graph.with_types(["inner" if children else "leaf" for children in tree.children])
-            words = torch.tensor([number.setdefault(symbol, len(number)) for symbol in tree.symbols])
-            self.trees.append((graph, words, torch.tensor(tree.labels)))
-        self.embedding = nn.Embedding(len(number), H, padding_idx=0).to(device)
+        self.B, self.device, self.typed, self.trees = B, device, name == "typed", data.trees
+        self.embedding = nn.Embedding(data.words, H, padding_idx=0).to(device)
         self.model = MODELS["treelstm" if self.typed else name](H).to(device)
         self.cell = (
             weft.VertexFunctions({"leaf": _Leaf(self.model), "inner": _Inner(self.model)}) if self.typed else self.model
         )
-        self.head = nn.Linear(H, 1 + max(max(tree.labels) for tree in trees)).to(device)
+        self.head = nn.Linear(H, data.classes).to(device)
         self.parameters = [p for m in (self.embedding, self.model, self.head) for p in m.parameters()]
         self._next = 0
 
     def collate(self) -> Batch:
-        """The next trees put together, their words and labels pinned."""
+        """The next trees put together and pinned, words and labels, too."""
         chosen = [self.trees[(self._next + i) % len(self.trees)] for i in range(self.B)]
         self._next += self.B
         graphs, words, labels = zip(*chosen, strict=True)
-        both = torch.cat((*words, *labels)).view(2, -1)
-        return Graphs.batch(graphs), both.pin_memory() if self.device == "cuda" else both
+        batch, both = Graphs.batch(graphs), torch.cat((*words, *labels)).view(2, -1)
+        return (batch.pin_memory(), both.pin_memory()) if self.device == "cuda" else (batch, both)
 
     def send(self, batch: Batch) -> tuple[Graphs, Tensor, Tensor]:
         """A batch on the device: graphs, words, labels."""
@@ -172,59 +193,59 @@ def device_busy(run: Callable[[], Any]) -> float:
 
 def host_of_cell(step: Training, rounds: int = 40) -> float:
     """Median milliseconds of the host for the cell's call and its backward pass on graphs that were never seen, with an
-    idle device before each."""
+    idle device before each, and autograd's thread awake."""
     times = []
     for _ in range(rounds):
         graphs, words, _ = step.batch()
         x = step.embedding(words).detach().requires_grad_()
         wanted = [x, *step.cell.parameters()]
-        _synchronize(step.device)
+        if step.device == "cuda":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         y = step.cell(graphs, x)
         called = time.perf_counter() - start
         grad = torch.ones_like(y)
-        _synchronize(step.device)
+        if step.device == "cuda":
+            torch.cuda.synchronize()
+            wake_autograd()
         start = time.perf_counter()
         torch.autograd.grad(y, wanted, grad)
         times.append((called + time.perf_counter() - start) * 1e3)
     return statistics.median(times)
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+LOOP_STEPS = 3
+"""In a row of the level loop: the host bounds them, and making the loops takes longer than they do."""
 
 
-def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> Entry:
-    """Training steps in a row, each on graphs that were never seen, beside the same with the level loop."""
-    case = case_of(name, device, H, B, task="train")
+def training_entry(name: str, data: Callable[[bool], Data], H: int, B: int, device: str) -> Entry:
+    """Training steps in a row, each on graphs that were never seen, beside the same with the level loop.
+
+    Args:
+        name, H, B, device: as :class:`Training` takes them.
+        data: with types, and without.
+    """
+    case = case_of(name, device, H, B, executor="auto", task="train")
 
     def run(results: Results) -> list[dict[str, str]]:
-        step = Training(name, trees, H, B, device)
+        own = data(name == "typed")
+        step = Training(name, own, H, B, device)
         step.check(case)
 
-        def some() -> list[Batch]:
-            return [step.collate() for _ in range(STEPS)]
+        def with_loops() -> list[tuple[Batch, LevelLoop]]:
+            return [(batch, step.level_loop(batch)) for batch in (step.collate() for _ in range(LOOP_STEPS))]
 
-        def some_with_loops() -> list[tuple[Batch, LevelLoop]]:
-            return [(batch, step.level_loop(batch)) for batch in some()]
-
-        candidates = {
-            "weft": Candidate(lambda batches: [step.weft(batch) for batch in batches][-1], some),
-            "eager": Candidate(lambda batches: [step.eager(*batch) for batch in batches][-1], some_with_loops),
-        }
+        candidates = {"weft": _in_a_row(step)}
         if step.typed:
-            untyped = Training("treelstm", trees, H, B, device)
-            candidates["untyped"] = Candidate(
-                lambda batches: [untyped.weft(batch) for batch in batches][-1],
-                lambda: [untyped.collate() for _ in range(STEPS)],
-            )
+            candidates["untyped"] = _in_a_row(Training("treelstm", data(False), H, B, device))
         if device == "cuda":
-            replay = Training(name, trees, H, B, device).captured()
+            replay = Training(name, own, H, B, device).captured()
             candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
         times = {who: time / STEPS for who, time in measure(candidates, device).items()}
+        eager = Candidate(lambda batches: [step.eager(*batch) for batch in batches][-1], with_loops)
+        times["eager"] = measure({"eager": eager}, device, warmup=1, spread=0.1)["eager"] / LOOP_STEPS
         if device == "cuda":
-            batches = some()
+            batches = [step.collate() for _ in range(STEPS)]
             times["device_busy"] = device_busy(lambda: [step.weft(batch) for batch in batches]) / STEPS
         rows = [
             results.put(case, "step", "ms", times["weft"], peer, times[peer])
@@ -236,3 +257,19 @@ def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, d
         return rows
 
     return Entry(case, ("step", "host_of_cell") if device == "cuda" else ("step",), run)
+
+
+def _in_a_row(step: Training) -> Candidate:
+    return Candidate(
+        lambda batches: [step.weft(batch) for batch in batches][-1], lambda: [step.collate() for _ in range(STEPS)]
+    )
+
+
+def training_table(
+    trees: Sequence[weft.data.Tree], H: int, names: Sequence[str], batches: Sequence[int], device: str
+) -> Iterator[Entry]:
+    """An entry for each net and batch size."""
+    data = functools.cache(functools.partial(Data.of, trees))
+    for name in names:
+        for B in batches:
+            yield training_entry(name, data, H, B, device)

@@ -13,18 +13,18 @@ In rows of the metric ``forward_backward_captured`` Weft's step is in a CUDA gra
 Weft runs graphs that it has seen before, as the loops do; what a new batch costs stands in the rows of the metric
 ``schedule``, whose peer is the whole ``step``, and of ``steps_in_a_row``, one of many steps that do not wait for each
 other, each on a new batch, whose peer takes batches that it has ``seen``. Rows of the metric ``step`` are a user's
-training steps in a row, each on graphs that were never seen: sending and planning a batch, embedding, cell, head,
-cross-entropy, gradients and SGD. A DataLoader's part, putting batches together and pinning them, is not in the time,
-nor is making the indices of the loop for ``eager``; ``captured`` repeats one batch, ``untyped`` is the same net as one
-function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the metric
-``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
+training steps in a row, each on graphs that were never seen: sending a batch, embedding, cell, head, cross-entropy,
+gradients and SGD. A DataLoader's part, putting batches together and pinning them, which plans their schedules, is not
+in the time, nor is making the indices of the loop for ``eager``; ``captured`` repeats one batch, ``untyped`` is the
+same net as one function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the
+metric ``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
 benchmarks.vertex task=train``.
 
 Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of
 weft.vertex.Trainer, with SGD and momentum in the peers, too. Of six nets (benchmarks/nets.py) they stand beside the
-same net under ``batched``, those of ``executor=auto`` beside the ``best`` of both; rows of ``model=nets`` are geometric
-means over so many cases, each a net at a batch size, alone: ``python -m benchmarks.vertex model=nets``, which takes two
-minutes where ``python -m benchmarks.nets`` has compiled their kernels. ``level_forward`` and
+same net under ``batched``, those of ``executor=auto`` beside the ``best`` of both; rows of ``model=nets`` are the
+geometric means of these. The nets alone: ``python -m benchmarks.vertex model=nets``, which takes a minute or two where
+``python -m benchmarks.nets`` has compiled their kernels, and goes on where it was cut off. ``level_forward`` and
 ``level_backward`` are what one more level of one vertex costs on the device.
 
 All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.
@@ -63,7 +63,7 @@ from benchmarks.common import (
 )
 from benchmarks.level_loops import STEPS, Step, case_of, complete_trees, loop_entry, sample, shared_subtrees, treebank
 from benchmarks.persistent import persistent_table
-from benchmarks.tree_training import training_entry
+from benchmarks.tree_training import training_table
 
 ABLATION = ("lazy", "fuse", "stream")
 
@@ -215,8 +215,7 @@ def table(
             for B in (1, 64):
                 yield loop_entry("treelstm", treebank_graphs(B), 128, B, device)
             yield _schedule_entry(trees, 128, 64, device)
-            for name in ("treelstm", "typed"):
-                yield training_entry(name, trees, 128, 25, device)
+            yield from training_table(trees, 128, ("treelstm", "typed"), (25,), device)
         return
     if trees:
         for B in (1, 25, 64, 256):
@@ -229,9 +228,7 @@ def table(
     yield _chain_entry("dense", lambda: [64] * 64, 512, 64, device, T=64)
     if trees:
         yield _schedule_entry(trees, 256, 256, device)
-        for name in ("treelstm", "typed", "childsum", "treefc"):
-            for B in (1, 25, 256):
-                yield training_entry(name, trees, 256, B, device)
+        yield from training_table(trees, 256, ("treelstm", "typed", "childsum", "treefc"), (1, 25, 256), device)
         yield from _ablation_entries(treebank_graphs(256), 256, 256, device)
         yield loop_entry("treelstm", treebank_graphs(256), 256, 256, device, autocast=True)
         yield loop_entry("treelstm", treebank_graphs(256), 1024, 256, device, peers=("eager", "captured", "floor"))

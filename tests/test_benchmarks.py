@@ -451,10 +451,10 @@ def test_targets_that_were_reached_are_held():
 @pytest.mark.cuda
 def test_waking_autograd_launches_nothing() -> None:
     one = torch.ones(1, device="cuda")
-    common._wake_autograd()
+    common.wake_autograd()
     with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         one.neg()
-        common._wake_autograd()
+        common.wake_autograd()
         torch.cuda.synchronize()
     (negation,) = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert "neg" in negation.name

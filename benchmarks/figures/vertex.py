@@ -9,12 +9,10 @@ import matplotlib.pyplot as plt
 
 from benchmarks.common import of_one_gpu, parse_case
 from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
-from benchmarks.nets import NETS
+from benchmarks.nets import BATCHES, NETS
 
 OPTIONS = ("lazy", "fuse", "stream")
 LINES = {"eager": ("level loop", "-"), "captured": ("level loop in a CUDA graph", "--")}
-SIZES = [str(2**i) for i in range(8)]
-"""Of batches of the six nets."""
 EXECUTORS = {"reference": ":", "batched": "--", "persistent": "-.", "trainer": "-"}
 
 
@@ -70,19 +68,19 @@ def six_nets(rows: Rows) -> str:
             keys, ratio, gpu, spread = parse_case(mean["case"]), float(mean["ratio"]), mean["gpu"], ""
             count, of_nets = int(keys["cases"]), int(keys["nets"])
         else:
-            found = of_one_gpu(row for case, row in cases if case["model"] in NETS and case["B"] in SIZES)
+            found = of_one_gpu(row for case, row in cases if case["model"] in NETS and int(case["B"]) in BATCHES)
             ratios = [float(row["ratio"]) for row in found]
             if not ratios:
                 continue
             count, ratio, gpu = len(ratios), statistics.geometric_mean(ratios), found[0]["gpu"]
             of_nets = len({parse_case(row["case"])["model"] for row in found})
             spread = f", from {min(ratios):.2f}x to {max(ratios):.2f}x"
-        every = len(NETS) * len(SIZES)
+        every = len(NETS) * len(BATCHES)
         counted = f"all {every}" if count == every else f"{count} of the {every}"
         part = "" if of_nets == len(NETS) else f" ({of_nets} of the nets measured)"
         shown.append(
             f'``"batched"`` takes {ratio:.2f} times as long as {what}, the geometric mean of {counted} cases of '
-            f"{len(NETS)} nets and {len(SIZES)} batch sizes{part}, on {gpu}{spread}."
+            f"{len(NETS)} nets and {len(BATCHES)} batch sizes{part}, on {gpu}{spread}."
         )
     return "\n".join(shown)
 

@@ -59,7 +59,9 @@ def test_complete_trees():
 
 def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
     for module in (level_loops, tree_training, vertex):
-        monkeypatch.setattr(module, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+        monkeypatch.setattr(
+            module, "measure", lambda candidates, device, **_: {n: once(c) for n, c in candidates.items()}
+        )
     monkeypatch.setattr(vertex, "host_time", lambda run, prepare, device: run(prepare()) is None or 1.0)
 
     def once(candidate) -> float:
@@ -77,10 +79,7 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
         vertex._chain_entry("dense", lambda: [4] * 3, 8, 3, "cpu", T=4),
         vertex._schedule_entry(trees, 8, 10, "cpu"),
         *vertex._ablation_entries(small, 8, 40, "cpu"),
-        *(
-            tree_training.training_entry(name, trees, 8, 10, "cpu")
-            for name in ("treelstm", "typed", "childsum", "treefc")
-        ),
+        *tree_training.training_table(trees, 8, ("treelstm", "typed", "childsum", "treefc"), (10,), "cpu"),
     ]
     results = Results(tmp_path / "vertex.csv")
     rows = [row for entry in entries for row in entry.run(results)]
@@ -93,14 +92,15 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
     }  # fmt: skip
     for row in rows:
         case = parse_case(row["case"])
-        assert list(case)[:3] == ["model", "device", "dtype"] and case["executor"] == "batched"
+        assert list(case)[:3] == ["model", "device", "dtype"]
+        assert case["executor"] == ("auto" if "task" in case else "batched")
         assert float(row["weft"]) > 0 and float(row["peer_value"]) > 0
     assert len(results.rows) == len(rows)
 
 
 def test_training_steps_learn_and_are_the_loops(trees):
     for name in ("treelstm", "typed"):
-        step = tree_training.Training(name, trees, 8, 20, "cpu")
+        step = tree_training.Training(name, tree_training.Data.of(trees, name == "typed"), 8, 20, "cpu")
         step.check(name)
         step.RATE = 0.5
         losses = [float(step.weft(step.collate())) for _ in range(40)]
@@ -118,7 +118,7 @@ def test_the_tables_are_the_issue(trees):
     for model in ("treelstm", "typed", "childsum", "treefc"):
         for B in (1, 25, 256):
             assert (
-                f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=batched task=train",
+                f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=auto task=train",
                 ("step", "host_of_cell"),
             ) in cuda
     assert len(cuda) >= 30
@@ -152,61 +152,87 @@ def test_six_nets(name, trees, sentences):
     assert all(g.shape == p.shape for g, p in zip(gradients, training.parameters, strict=True))
 
 
-def test_means_of_what_was_measured_so_far(tmp_path, trees, sentences, monkeypatch, capsys):
-    """A run that is cut off leaves them, too."""
+def test_nets_go_on_where_they_were_cut_off(tmp_path, trees, sentences, monkeypatch, capsys):
+    """Rows and the means of them are kept as they come; what fails costs the others nothing."""
     results, done = Results(tmp_path / "vertex.csv"), []
+    stop_at = 5
 
     def once(candidates, device, **_):
         for candidate in candidates.values():
             candidate.run(candidate.prepare())
         done.append({*candidates})
-        if len(done) == 5:
+        if len(done) == stop_at:
             raise KeyboardInterrupt
-        return {name: 1.0 if name in ("trainer", "auto") else 2.0 + name.startswith("loop") for name in candidates}
+        return {
+            name: persistent.STEPS * (1.0 if name in ("trainer", "auto") else 2.0 + name.startswith("loop"))
+            for name in candidates
+        }
 
     monkeypatch.setattr(persistent, "measure", once)
-    monkeypatch.setattr(persistent, "BATCHES", (1, 2, 3))
+    monkeypatch.setattr(nets, "BATCHES", (1, 2, 3))
     monkeypatch.setattr(nets, "hidden_of", lambda name: 8)
     monkeypatch.setattr(nets.Training, "runs_as", lambda self, executor: executor)
-    entry = persistent.means_entry(lambda name: nets.data_of(name, trees, sentences), ("treelstm", "bilstm"), "cpu")
+    entry = persistent.nets_entry(lambda name: nets.data_of(name, trees, sentences), ("treelstm", "bilstm"), "cpu")
     with pytest.raises(KeyboardInterrupt):
         entry.run(results)
     assert all(names == {"persistent", "batched", "auto", "trainer", "loop"} for names in done)
-    rows = {row["case"]: row["ratio"] for row in read_rows(tmp_path / "vertex.csv")}
+
+    def means() -> dict[str, str]:
+        rows = read_rows(tmp_path / "vertex.csv")
+        return {row["case"]: row["ratio"] for row in rows if "model=nets" in row["case"]}
+
     case = "model=nets device=cpu dtype=fp32 executor={} nets=2 cases=4"
-    assert rows == {case.format(e): r for e, r in (("persistent", "1.000"), ("trainer", "3.000"), ("auto", "2.000"))}
-    assert "bilstm B=" in capsys.readouterr().out
-    assert [row["case"] for row in entry.run(results)] == [
-        case.format(e).replace("=4", "=6") for e in ("auto", "persistent", "trainer")
-    ]
-    done[:] = []
-    later, elsewhere = Results(tmp_path / "vertex.csv"), case.format("trainer").replace("=4", "=5")
-    later.rows["another"] = {**next(iter(later.rows.values())), "case": elsewhere, "gpu": "another"}
+    ratios = {"persistent": "1.000", "trainer": "3.000", "auto": "2.000"}
+    assert means() == {case.format(e): ratio for e, ratio in ratios.items()}
+    measured = [parse_case(row["case"]) for row in read_rows(tmp_path / "vertex.csv")]
+    assert {(case["model"], case["executor"]) for case in measured} == {
+        (model, e) for model in ("treelstm", "bilstm", "nets") for e in ratios
+    }
+    assert "model=bilstm" in capsys.readouterr().out
+    later = Results(tmp_path / "vertex.csv")
+    stop_at, done[:] = 3, []
     with pytest.raises(KeyboardInterrupt):
         entry.run(later)
-    left = [(row["case"], row["gpu"]) for row in read_rows(tmp_path / "vertex.csv")]
-    assert (elsewhere, "another") in left and len(left) == 4, "means of earlier runs are gone, those of other GPUs stay"
+    assert means() == {case.format(e).replace("=4", "=6"): ratio for e, ratio in ratios.items()}
+    another = {**next(iter(later.rows.values())), "case": case.format("trainer"), "gpu": "another"}
+    later.rows["another"] = another
+
+    def fails(self, B: int) -> dict[str, float]:
+        if B == 1:
+            raise RuntimeError("out of memory")
+        return dict.fromkeys(("persistent", "batched", "auto"), 1.0)
+
+    monkeypatch.setattr(persistent._Nets, "times", fails)
+    with pytest.raises(RuntimeError, match=r"treelstm B=1: out of memory; bilstm B=1: out of memory$"):
+        entry.run(later)
+    assert means()[case.format("persistent").replace("=4", "=6")] == "1.000"
+    assert later.rows["another"] is another, "means on other GPUs stay"
 
 
 def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypatch):
     """As on CUDA, with what takes its place here; where it does not run, no row is written."""
+    monkeypatch.setattr(nets, "BATCHES", (3,))
+    monkeypatch.setattr(nets, "hidden_of", lambda name: 8)
     results = Results(tmp_path / "vertex.csv")
     entries = [
         level_loops.loop_entry("treelstm", lambda: graphs_of(trees), 8, 40, "cpu", executor="persistent"),
         persistent.level_entry(8, "cpu"),
-        persistent.net_entry("rvnn", lambda: nets.data_of("rvnn", trees, sentences), 3, "cpu", H=8),
+        persistent.net_entry("treelstm", lambda: nets.data_of("treelstm", trees, sentences), 3, "cpu", H=8),
+        persistent.nets_entry(lambda name: nets.data_of(name, trees, sentences), ("rvnn",), "cpu"),
         persistent.recurrent_entry("own", 8, torch.float32, "cpu", 2, 3),
     ]
     for module in (level_loops, persistent):
         monkeypatch.setattr(module, "captured", lambda run: run)
-    assert [entry.run(results) for entry in entries] == [[], [], [], []] and not results.rows
+    assert [entry.run(results) for entry in entries] == [[]] * 5 and not results.rows
 
     def once(candidate) -> float:
         candidate.run(candidate.prepare())
         return 2.0
 
     for module in (level_loops, persistent):
-        monkeypatch.setattr(module, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+        monkeypatch.setattr(
+            module, "measure", lambda candidates, device, **_: {n: once(c) for n, c in candidates.items()}
+        )
     monkeypatch.setattr(persistent, "device_busy", lambda run: 1.0)
     monkeypatch.setattr(level_loops.Step, "runs", lambda self: True)
     monkeypatch.setattr(nets.Training, "runs_as", lambda self, executor: executor)
@@ -216,8 +242,6 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
         return dataclasses.replace(explain(*args, **options), executor="persistent")
 
     monkeypatch.setattr(weft, "explain", explained)
-    data = nets.data_of("treelstm", trees, sentences)
-    entries.append(persistent.net_entry("treelstm", lambda: data, 3, "cpu", loops=True, H=8))
     entries.append(persistent.recurrent_entry("chainlstm", 8, torch.float32, "cpu", 2, 3))
     rows = [row for entry in entries for row in entry.run(results)]
     found = {(parse_case(row["case"])["executor"], row["metric"], row["peer"]) for row in rows}
@@ -229,7 +253,7 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
 def test_the_persistent_table(trees, sentences):
     entries = [*persistent.persistent_table(trees, sentences)]
     nets_of = [entry for entry in entries if entry.metrics == ("forward_backward", "step")]
-    assert len(nets_of) == 6 * 8 - 2 + 4 + 1 and len({entry.name for entry in entries}) == len(entries)
+    assert len(nets_of) == 4 + 1 and len({entry.name for entry in entries}) == len(entries)
     few = [*persistent.persistent_table(None, None)]
     assert {parse_case(entry.name)["model"] for entry in few} == {"treelstm", "chainlstm", "own"}
 

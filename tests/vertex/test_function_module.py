@@ -361,11 +361,33 @@ def test_graphs_are_sent_with_their_schedules(executor, monkeypatch):
     monkeypatch.setattr(schedule, "_recent", {})
     cell, x = models.TreeLSTM(3, 2).cuda(), rows(BINARY).cuda()
     want = cell(BINARY.cuda(), x, executor=executor)
-    there = weft.Graphs.from_children([[[], [], [0, 1]]]).pin_memory().to("cuda", non_blocking=True)
+    pinned = weft.Graphs.from_children([[[], [], [0, 1]]]).pin_memory()
+    for made_once in ("schedule", "scripted", "pinned"):
+        monkeypatch.setattr(schedule._C, made_once, None)
+    there = pinned.to("cuda", non_blocking=True)
     (plan,) = there._kept.values()
     sent = plan if executor == "batched" else plan._scripted[-1]
     assert sent._resident._copy is not None
     assert torch.equal(cell(there, x, executor=executor), want)
+
+
+def test_what_is_made_of_pinned_graphs_serves_all_their_copies(monkeypatch):
+    monkeypatch.setattr(schedule, "_recent", {})
+    monkeypatch.setattr(schedule._C, "pinned", lambda core: torch.frombuffer(core, dtype=torch.int32).clone())
+    cell = models.TreeLSTM(3, 2)
+    program = calls.prepare(cell, BINARY, rows(BINARY), "batched").compiled.program
+    cell(BINARY, rows(BINARY))
+    pinned = weft.Graphs.from_children([[[], [], [0, 1]]])
+    pinned._pinned = True  # as far as CUDA is not needed
+    schedule._prepare(pinned)
+    (plan,), (planned,) = pinned._kept.values(), pinned._plans.values()
+    assert plan.planned is planned and planned.pinned is not None
+    scripted = plan.scripted(program, 4)
+    scripted.pin()
+    copy = schedule.Schedule(planned, pinned.device)
+    assert copy._pinned() is planned.pinned
+    assert copy.scripted(program, 4)._pinned() is scripted._host
+    assert copy.scripted(program, 8)._pinned() is not scripted._host
 
 
 def test_a_copy_that_shares_what_was_compiled_runs_with_its_own_weights():

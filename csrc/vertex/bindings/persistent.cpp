@@ -46,10 +46,12 @@ std::span<const int32_t> numbers_of(const at::Tensor& block) {
 // The block of a schedule with the scripts of a program behind it.
 at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool training,
                     bool pin) {
+  const ProgramPointer of = program_of(program);
+  const py::gil_scoped_release released;
   const auto block = schedule.block();
   const std::vector<Pass> passes =
       training ? std::vector<Pass>{Pass::kTraining} : std::vector<Pass>{Pass::kForward, Pass::kBackward};
-  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks, passes);
+  const std::vector<int32_t> scripts = scripts_block(of->program, block, most_blocks, passes);
   const size_t begin = scripts_begin(block);
   at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
                                 at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));

@@ -62,7 +62,7 @@ class Graphs:
     _device: torch.device
     _pinned: bool  # tensors are in pinned memory
     _tensors: dict[str, Tensor | Resident]  # made when they are first asked for: most are not
-    _plans: dict[Any, _C.Schedule]  # shared by all copies of these graphs
+    _plans: dict[Any, Any]  # planned schedules, shared by all copies of these graphs
     _kept: dict[Any, Any]  # what executors made of them, here and on the device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:
@@ -321,7 +321,11 @@ class Graphs:
         return self.to(_CPU)
 
     def pin_memory(self) -> Graphs:
-        """The graphs with their tensors in pinned memory: itself where they are, else a copy."""
+        """The graphs with their tensors in pinned memory: itself where they are, else a copy.
+
+        The schedules of the vertex functions last used are planned at once, so that a DataLoader's thread that pins
+        batches does that beside the steps.
+        """
         if self._pinned:
             return self
         if self._device != _CPU:
@@ -403,7 +407,7 @@ def _new(
     core: _C.Graphs,
     names: tuple[str, ...] | None = None,
     device: torch.device = _CPU,
-    plans: dict[Any, _C.Schedule] | None = None,
+    plans: dict[Any, Any] | None = None,
     pinned: bool = False,
 ) -> Graphs:
     graphs = object.__new__(Graphs)

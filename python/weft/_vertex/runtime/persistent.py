@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,13 +23,13 @@ from ..compiler.steps import Product
 from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
-from .schedule import Schedule, Scripted, used
+from .schedule import Schedule, Scripted, send, used
 from .training import Launched, Operands, Request, Update
 
 __all__ = [
     "Script",
     "Shape",
-    "compile_all",
+    "compile_for",
     "expectation",
     "geometries",
     "is_faster",
@@ -387,9 +387,12 @@ def _compile(compiled: batched.Batched, device: torch.device, form: tuple | None
         _C.compile_persistent(compiled.program, [(p, g.most_blocks) for g in which for p in passes], *given)
 
 
-def compile_all(compiled: batched.Batched, device: torch.device) -> None:
-    """The kernels of both passes for every grouping of the blocks that fits, which calls compile at first need."""
-    _compile(compiled, device, None, geometries(compiled, device))
+def compile_for(compiled: batched.Batched, device: torch.device, graphs: Iterable[Graphs]) -> None:
+    """The kernels of both passes for the groupings of the blocks that calls on these graphs take, which compile them at
+    first need."""
+    known = _known(compiled, device, None)
+    numbers = sorted({known.expected.geometry(g._core) for g in graphs})
+    _compile(compiled, device, None, [known.geometries[i] for i in numbers])
 
 
 def scripted(
@@ -407,14 +410,14 @@ def scripted(
     return found.scripted(compiled.program, chosen.most_blocks)
 
 
-def _sender(send: Callable[..., None], compiled: batched.Batched, device: torch.device, *form: tuple) -> Callable:
-    """`send` of these: the same each time, which is what :func:`used` looks at."""
+def _sender(sends: Callable[..., None], compiled: batched.Batched, device: torch.device, *form: tuple) -> Callable:
+    """`sends` of these: the same each time, which is what :func:`used` looks at."""
     known = _senders.get(compiled.program)
     if known is None:
         known = _senders[compiled.program] = {}
-    key = send, device, form
+    key = sends, device, form
     if key not in known:
-        known[key] = functools.partial(send, weakref.ref(compiled), device, *form)
+        known[key] = functools.partial(sends, weakref.ref(compiled), device, *form)
     return known[key]
 
 
@@ -426,8 +429,8 @@ def _send(
         return
     chosen = geometry(found, graphs, device)
     planned = plan(chosen.groups)
-    if graphs.device == device:
-        planned.scripted(found.program, chosen.most_blocks).block(device)
+    if graphs._pinned or graphs._device == device:
+        send(planned.scripted(found.program, chosen.most_blocks), graphs)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ..._C import vertex as _C
 from ..graphs import Graphs, on_move
 from .resident import Resident, captures, trainable
 
-__all__ = ["Kind", "Planner", "Schedule", "Task", "check", "planned", "schedule", "send_alone", "used"]
+__all__ = ["Kind", "Planner", "Schedule", "Task", "check", "planned", "schedule", "send", "send_alone", "used"]
 
 _NO_LIMIT = 2**62
 
@@ -47,11 +47,25 @@ class Task(NamedTuple):
     runs: tuple[int, ...]  # per column: the first of the gathered rows where they ascend one by one, -1: none, -2: else
 
 
+class OnHost:
+    """A schedule as it was planned, which all copies of its Graphs share, with what was made of it in pinned memory."""
+
+    __slots__ = ("core", "pinned", "scripted")
+
+    def __init__(self, core: _C.Schedule) -> None:
+        self.core = core
+        self.pinned: Tensor | None = None
+        """Its block, where its Graphs were pinned."""
+        self.scripted: tuple[object, tuple[int, bool], Tensor] | None = None
+        """A program, most blocks and whether it trains, and the block with their scripts; likewise."""
+
+
 class Schedule:
     """A schedule and its copy on the device of the Graphs that it belongs to."""
 
-    def __init__(self, core: _C.Schedule, device: torch.device) -> None:
-        self.core = core
+    def __init__(self, planned: OnHost, device: torch.device) -> None:
+        self.planned = planned
+        self.core = planned.core
         self.device = device
         self.planner: Planner | None = None
         """What planned it."""
@@ -103,7 +117,13 @@ class Schedule:
         return self._host
 
     def _pinned(self) -> Tensor:
-        return _C.pinned(self.core)
+        found = self.planned.pinned
+        return _C.pinned(self.core) if found is None else found
+
+    def pin(self) -> None:
+        """What goes to a device is made now, for all copies of the Graphs."""
+        with trainable():
+            self.planned.pinned = self._pinned()
 
     def array(self, name: str, block: Tensor | None = None) -> Tensor:
         """The array `name`, a view of `block` (from :meth:`block`; by default the one on the CPU).
@@ -133,12 +153,20 @@ class Scripted(Schedule):
     """
 
     def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> None:
-        super().__init__(plain.core, plain.device)
+        super().__init__(plain.planned, plain.device)
+        self._made = program, (most_blocks, training)
+        made = self.planned.scripted
+        if made is not None and made[0] is program and made[1] == self._made[1]:
+            self._host = made[2]
+            return
         with trainable():
             self._host = _C.scripted(plain.core, program, most_blocks, training, torch.cuda.is_initialized())
 
     def _pinned(self) -> Tensor:
         return self._host
+
+    def pin(self) -> None:
+        self.planned.scripted = *self._made, self._host
 
 
 def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
@@ -158,8 +186,15 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
 
 def send_alone(graphs: Graphs, plan: Callable[..., Schedule]) -> None:
     """A schedule to its device, as :func:`used` takes it."""
-    schedule = plan()
-    schedule.block(schedule.device)
+    send(plan(), graphs)
+
+
+def send(schedule: Schedule, graphs: Graphs) -> None:
+    """To the device of its graphs, or where these are pinned to pinned memory."""
+    if graphs.is_pinned():
+        schedule.pin()
+    else:
+        schedule.block(graphs._device)
 
 
 class Planner:
@@ -185,12 +220,12 @@ class Planner:
         key = self.key if groups == 1 else (*self.key, groups)
         found = graphs._kept.get(key)
         if found is None:
-            core = graphs._plans.get(key)
-            if core is None:
+            planned = graphs._plans.get(key)
+            if planned is None:
                 kind_of = self.kind_of
                 types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
-                core = graphs._plans[key] = _C.schedule(graphs._core, self.kinds, types, groups)
-            found = graphs._kept[key] = Schedule(core, graphs._device)
+                planned = graphs._plans[key] = OnHost(_C.schedule(graphs._core, self.kinds, types, groups))
+            found = graphs._kept[key] = Schedule(planned, graphs._device)
             found.planner = self
         return found
 
@@ -227,7 +262,7 @@ def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], N
 
 
 def _prepare(graphs: Graphs) -> None:
-    """Plan, and send to the graphs' device, what the functions last used are going to ask for.
+    """Plan, and send to the graphs' device or to pinned memory, what the functions last used are going to ask for.
 
     Functions of the same process: what a worker of a DataLoader plans does not cross to it.
     """
