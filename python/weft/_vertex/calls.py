@@ -28,7 +28,7 @@ from .runtime.schedule import Kind, Planner, Schedule, check, planned, send_alon
 from .trace.trace import Trace, trace
 from .vertex import Spec, VertexType
 
-__all__ = ["EXECUTORS", "Call", "compiled_of", "prepare", "ready", "whole"]
+__all__ = ["EXECUTORS", "Call", "compiled_of", "prepare", "ready", "run", "whole"]
 
 EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
@@ -44,7 +44,7 @@ class Compiled:
         self.lock = threading.Lock()
         self.traces: OrderedDict[object, tuple[Trace, ...]] = OrderedDict()
         self.program: Program | Programs | None = None
-        self.script: object = None
+        self.script: Callable[[], object] | None = None
         self.calls = CallCache()
 
 
@@ -53,21 +53,36 @@ def compiled_of(module: nn.Module) -> Compiled:
     return module.__dict__.setdefault("_compiled", Compiled()) if found is None else found
 
 
+def run(module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Sequence[Tensor]:
+    """What a call pushes; refuse what it refuses."""
+    compiled = compiled_of(module)
+    found = compiled.calls.find(module, graphs, inputs, executor)
+    if found is None:
+        return _first(compiled, module, graphs, inputs, executor).run()
+    recent, rows = found
+    compiled.program, compiled.script = recent.program, recent.script and functools.partial(recent.script, graphs)
+    return recent.run(graphs, rows)
+
+
 def ready(module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
     """Refuse what a call refuses. What comes back can run, and the module's program is its."""
     compiled = compiled_of(module)
     found = compiled.calls.find(module, graphs, inputs, executor)
     if found is None:
-        call = prepare(module, graphs, inputs, executor)
-        compiled.program = call.program
-        compiled.calls.add(call.recent(compiled.program))
-        made = call.ready
-    else:
-        recent, rows = found
-        compiled.program = recent.program
-        made = recent.ready(graphs, rows)
-    compiled.script = made.script
-    return made
+        return _first(compiled, module, graphs, inputs, executor)
+    recent, rows = found
+    compiled.program, compiled.script = recent.program, recent.script and functools.partial(recent.script, graphs)
+    return recent.ready(graphs, rows)
+
+
+def _first(compiled: Compiled, module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
+    """A call that is like no recent one."""
+    call = prepare(module, graphs, inputs, executor)
+    compiled.program = call.program
+    recent = call.recent(compiled.program)
+    compiled.calls.add(recent)
+    compiled.script = call.script and functools.partial(call.script, graphs)
+    return call.ready
 
 
 @dataclass
@@ -81,6 +96,8 @@ class Call:
     ready: Ready
     recent: Callable[[Program | Programs], RecentCall | None] = lambda program: None
     """Makes what the next call like this one needs."""
+    script: Callable[[Graphs], object] | None = None
+    """Makes what drives persistent kernels, None where it runs otherwise."""
 
     @property
     def compiled(self) -> batched.Batched | None:
@@ -174,17 +191,19 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
         used(plain, send_alone)
         return plain
 
-    def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
+    def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> Sequence[Tensor]:
         vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
 
     def compiled_ready(graphs: Graphs, rows: Mapping[str, Tensor]) -> Ready:
         run, plain = functools.partial(run_batched, graphs, rows), functools.partial(planner.plan, graphs)
-        script = None
-        if chosen == "persistent":
-            script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
-        return Ready(device, outputs, rows, tensors, compiled, graphs, plain, run, script)
+        return Ready(device, outputs, rows, tensors, compiled, graphs, plain, run)
+
+    def script_of(graphs: Graphs) -> persistent.Script:
+        return persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
+
+    script = script_of if chosen == "persistent" else None
 
     fitting = planner if kind_of is types else Planner(kinds, types)
 
@@ -205,10 +224,10 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object,
         executors = (
             ("auto", "persistent") if executor == "persistent" or chosen == "persistent" else ("auto", "batched")
         )
-        return RecentCall(before, rows, executors, device, again, compiled_ready, program)
+        return RecentCall(before, rows, executors, device, again, run_batched, compiled_ready, script, program)
 
     tensors = state.by_name
-    return Call(called, chosen, executor, reason, compiled_ready(graphs, rows), recent)
+    return Call(called, chosen, executor, reason, compiled_ready(graphs, rows), recent, script)
 
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._base.arguments import NotScriptable
-from .calls import compiled_of, ready
+from .calls import compiled_of, run
 from .graphs import Graphs
 from .program import Program, Programs
 from .vertex import Vertex
@@ -52,7 +52,7 @@ class _Module(NotScriptable, nn.Module):
         script = compiled_of(self).script
         if script is None:
             raise RuntimeError(f"{type(self).__name__}: the latest call did not run on the persistent executor")
-        return str(script)
+        return str(script())
 
     def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
         """The functions, each once, and the number of that of each type, None where types do not count."""
@@ -60,7 +60,7 @@ class _Module(NotScriptable, nn.Module):
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
         try:
-            outputs = ready(self, graphs, inputs, executor).run()
+            outputs = run(self, graphs, inputs, executor)
         except RuntimeError as error:
             if "same dtype" not in str(error):
                 raise

@@ -62,7 +62,7 @@ class Graphs:
     _device: torch.device
     _pinned: bool  # tensors are in pinned memory
     _tensors: dict[str, Tensor | Resident]  # made when they are first asked for: most are not
-    _plans: dict[Any, Any]  # planned schedules, shared by all copies of these graphs
+    _plans: dict[Any, Any]  # planned schedules and what is expected of them, shared by all copies of these graphs
     _kept: dict[Any, Any]  # what executors made of them, here and on the device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:

@@ -85,7 +85,7 @@ def run(
     vertices: Callable[[], Sequence[Tensor]] | None,
     inputs: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """The pushed tensors, row i of vertex i.
 
     Args:
@@ -96,8 +96,7 @@ def run(
         inputs: what is pulled.
         tensors: of the module, by name.
     """
-    plan, device, dtype = compiled.plan, compiled.type.device, compiled.type.state.dtype
-    rows = schedule.core.num_vertices
+    device = compiled.type.device
     differentiable = functools.partial(_differentiable, compiled, levels)
     shared = schedule.block(device), schedule.block(), schedule.sizes, current().stream, differentiable
     if compiled.direct is not None and not torch.is_autocast_enabled(device.type):
@@ -105,6 +104,7 @@ def run(
         given = [(inputs if pulled else tensors)[name] for pulled, name in names]
         found = compiled.frontiers(*shared, given)
         return [found[i] for i in order]
+    plan, dtype, rows = compiled.plan, compiled.type.state.dtype, schedule.core.num_vertices
     columns = [None] * len(plan.parts) if vertices is None else vertices()
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         parts = [

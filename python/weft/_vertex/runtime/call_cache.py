@@ -46,9 +46,7 @@ class Ready(NamedTuple):
     graphs: Graphs
     schedule: Callable[..., Schedule]
     """Of the graphs, for the compiled functions and so many groups."""
-    run: Callable[[], list[Tensor]]
-    script: object = None
-    """What drives persistent kernels, None where it runs otherwise."""
+    run: Callable[[], Sequence[Tensor]]
 
     @property
     def trains(self) -> bool:
@@ -110,7 +108,9 @@ class RecentCall:
         executors: what may be asked for to run it so.
         device: of all tensors.
         fits: whether it is what runs on graphs where this executor is asked for.
-        ready: what runs it on graphs and inputs.
+        run: runs it on graphs and inputs.
+        ready: what runs it.
+        script: what drives its persistent kernels on graphs, None where it runs otherwise.
         program: what the module's program is.
     """
 
@@ -121,13 +121,15 @@ class RecentCall:
         executors: tuple[str, ...],
         device: torch.device,
         fits: Callable[[Graphs, str], bool],
+        run: Callable[[Graphs, Mapping[str, Tensor]], Sequence[Tensor]],
         ready: Callable[[Graphs, Mapping[str, Tensor]], Ready],
+        script: Callable[[Graphs], object] | None,
         program: object,
     ):
         self._snapshot, self._inputs = snapshot, _C.Inputs(dict(inputs))
         self._executors, self._device, self._fits = executors, device, fits
         self._modes, self._options = modes(device), current()
-        self.ready, self.program = ready, program
+        self.run, self.ready, self.script, self.program = run, ready, script, program
 
     def rows(self, module: nn.Module, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
         """The inputs of a call that differs in nothing that counts, None of any other."""

@@ -167,9 +167,27 @@ def _expected_us(
     known = _known(compiled, device, None)
     if not known.costed:
         return None
-    core, captured = graphs._core, _C.captures(device.index)
-    chosen = known.expected.geometry(core)
-    return known.expected.persistent(core, chosen, trains, captured), known.expected.batched(core, trains, captured)
+    return _times(known.expected, graphs, trains, _C.captures(device.index))
+
+
+def _times(expected: _C.Expected, graphs: Graphs, trains: bool, captured: bool) -> tuple[float, float]:
+    """Of :func:`_expected_us`, kept for all copies of the graphs."""
+    key = "times", id(expected), trains, captured
+    kept = graphs._plans.get(key)
+    if kept is None:
+        core, chosen = graphs._core, _number(expected, graphs)
+        times = expected.persistent(core, chosen, trains, captured), expected.batched(core, trains, captured)
+        kept = graphs._plans[key] = expected, times
+    return kept[1]
+
+
+def _number(expected: _C.Expected, graphs: Graphs) -> int:
+    """Of the geometry that is expected to take the least time, likewise."""
+    key = "geometry", id(expected)
+    kept = graphs._plans.get(key)
+    if kept is None:  # with what it is of, whose number no other gets then
+        kept = graphs._plans[key] = expected, expected.geometry(graphs._core)
+    return kept[1]
 
 
 def expectation(compiled: batched.Batched, graphs: Graphs, device: torch.device, trains: bool) -> str:
@@ -340,7 +358,7 @@ def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, fo
         if parts is not None:
             chosen = next((g for g in known.geometries if g.parts == parts), None)
         if chosen is None:
-            chosen = known.geometries[known.expected.geometry(graphs._core)]
+            chosen = known.geometries[_number(known.expected, graphs)]
         refused = _C.refused_launches()
         if known.resident.get(chosen.parts) == refused:
             return chosen
@@ -391,7 +409,7 @@ def compile_for(compiled: batched.Batched, device: torch.device, graphs: Iterabl
     """The kernels of both passes for the groupings of the blocks that calls on these graphs take, which compile them at
     first need."""
     known = _known(compiled, device, None)
-    numbers = sorted({known.expected.geometry(g._core) for g in graphs})
+    numbers = sorted({_number(known.expected, g) for g in graphs})
     _compile(compiled, device, None, [known.geometries[i] for i in numbers])
 
 
@@ -429,6 +447,7 @@ def _send(
         return
     chosen = geometry(found, graphs, device)
     planned = plan(chosen.groups)
+    _times(_known(found, device, None).expected, graphs, bool(found.plan.backward), False)
     if graphs._pinned or graphs._device == device:
         send(planned.scripted(found.program, chosen.most_blocks), graphs)
 
