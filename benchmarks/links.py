@@ -12,9 +12,10 @@ import weft.distributed as wd
 
 from benchmarks.common import Results, case_name
 
-BYTES = [round(size * 10**k) for k in range(3, 7) for size in (1, 2, 5)] + [10_000_000]
-BEYOND = [500, 12_000_000]
-"""Sizes that have no row of their own: what others are between."""
+FITTED = [500, *(round(size * 10**k) for k in range(3, 7) for size in (1, 2, 5)), 10_000_000, 20_000_000]
+"""Bytes of the gathers that a link is fitted to."""
+CHECKED = [round(size * 10**k) for k in range(3, 7) for size in (1.4, 3.2, 7.2)]
+"""Those that it is held against, which no fit has seen."""
 _NEAR = math.log(2)
 """How far sizes say something of each other: beyond a factor of 2, and its square, less and less. Backends change their
 way within a factor of 5."""
@@ -34,7 +35,7 @@ def time_gathers(device: torch.device, sweeps: int = SWEEPS) -> dict[int, float]
     other."""
     on_gpu = device.type == "cuda"
     ranks = dist.get_world_size()
-    sizes = sorted([*BYTES, *BEYOND])
+    sizes = sorted([*FITTED, *CHECKED])
     buffers = {size: (torch.zeros(size // 4, device=device), torch.empty(ranks * (size // 4), device=device))
                for size in sizes}  # fmt: skip
     once = _once_on_gpu if on_gpu else _once
@@ -72,7 +73,9 @@ def _once_on_gpu(sent: torch.Tensor, received: torch.Tensor) -> float:
 
 
 def fit_link(times: dict[int, float], ranks: int, near: float) -> wd.Link:
-    """The latency and bandwidth that say each time best, in parts of itself, for messages of about so many bytes."""
+    """The latency and bandwidth that say each time of FITTED best, in parts of itself, for messages of about so many
+    bytes."""
+    times = {size: times[size] for size in FITTED}
     # t = latency + s * (ranks - 1) bytes, each row divided by its t.
     weights = {size: math.exp(-((math.log(size / max(near, 1)) / _NEAR) ** 2) / 4) for size in times}
     of_sizes = torch.tensor([weights[size] for size in times], dtype=torch.float64).unsqueeze(1)
@@ -95,10 +98,9 @@ def put_link(results: Results, device: str, backend: str, ranks: int, times: dic
         print(f"{backend}, {ranks} ranks, {near} bytes: Link(latency={link.latency:.3g}, "
               f"bandwidth={link.bandwidth:.3g})")  # fmt: skip
     rows = []
-    for size in BYTES:
-        took = times[size]
-        others = fit_link({s: t for s, t in times.items() if s != size}, ranks, size)
-        said = others.latency + (ranks - 1) * size / others.bandwidth
+    for size in CHECKED:
+        took, link = times[size], fit_link(times, ranks, size)
+        said = link.latency + (ranks - 1) * size / link.bandwidth
         case = case_name(op="all_gather", device=device, ranks=ranks, backend=backend, bytes=size)
         rows.append(results.put(case, "exchange", "ms", 1e3 * took, "predicted", 1e3 * said))
     return rows

@@ -3,9 +3,9 @@
     python -m benchmarks.ranks                              both, here: 2 and 4 processes with gloo
     torchrun --nproc-per-node 8 -m benchmarks.ranks         these together (benchmarks.together), NCCL on GPUs
 
-``link`` gathers 1 KB to 10 MB, fits the latency and bandwidth of :class:`weft.distributed.Link` to what it took, and
-puts beside each measurement what the model says that was fitted to the others. ``slice`` times a rank in the middle of
-a stand-in group, which answers at once with totals made beforehand, so that one GPU is enough.
+``link`` gathers 1 KB to 10 MB, fits the latency and bandwidth of :class:`weft.distributed.Link` to some of the sizes,
+and puts what the model says beside the others. ``slice`` times a rank in the middle of a stand-in group, which answers
+at once with totals made beforehand, so that one GPU is enough.
 """
 
 from __future__ import annotations

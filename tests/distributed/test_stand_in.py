@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
 
-from benchmarks.links import BYTES, fit_link
+from benchmarks.links import FITTED, fit_link
 from benchmarks.together.common import behind_host
 from tests.common import assert_close
 
@@ -56,7 +56,7 @@ def test_a_stand_in_answers_from_memory() -> None:
 
 def test_a_link_is_found_again() -> None:
     link = wd.Link(2e-4, 3e9)
-    times = {size: link.latency + 3 * size / link.bandwidth for size in BYTES}
+    times = {size: link.latency + 3 * size / link.bandwidth for size in FITTED}
     for near in (0, 10_000, 10_000_000):
         found = fit_link(times, 4, near)
         assert found.latency == pytest.approx(2e-4) and found.bandwidth == pytest.approx(3e9)
@@ -65,14 +65,14 @@ def test_a_link_is_found_again() -> None:
 def test_a_link_is_that_of_messages_of_a_size() -> None:
     """Small messages go at once, large ones after both sides have met, by a faster way."""
     small, large = wd.Link(1e-5, 1e9), wd.Link(1e-4, 1e10)
-    links = {size: small if size < 5e4 else large for size in BYTES}
+    links = {size: small if size < 5e4 else large for size in FITTED}
     times = {size: link.latency + 3 * size / link.bandwidth for size, link in links.items()}
     for near, link in ((2_000, small), (5_000_000, large)):
         said = fit_link(times, 4, near)
         took = link.latency + 3 * near / link.bandwidth
         assert said.latency + 3 * near / said.bandwidth == pytest.approx(took, rel=0.05)
-    assert fit_link({size: 1e-5 for size in BYTES}, 2, 1e4).latency == pytest.approx(1e-5)
-    assert fit_link({size: size / 1e9 for size in BYTES}, 2, 1e4).bandwidth == pytest.approx(1e9)
+    assert fit_link({size: 1e-5 for size in FITTED}, 2, 1e4).latency == pytest.approx(1e-5)
+    assert fit_link({size: size / 1e9 for size in FITTED}, 2, 1e4).bandwidth == pytest.approx(1e9)
 
 
 def test_a_step_behind_its_host() -> None:
