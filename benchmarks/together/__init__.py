@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.common import DTYPES, Entry, Results, run_entries, show
 from benchmarks.links import put_link, time_gathers
-from benchmarks.together.common import Together, time_start
+from benchmarks.together.common import Together
 from benchmarks.together.layers import directions_entry, layer_entry
 from benchmarks.together.offload import offload_entry
 from benchmarks.together.packages import package_entries
@@ -99,7 +99,7 @@ def run_together(results: Results, text: str, seconds: float, minutes: float) ->
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
         results.save = lambda: None
     try:
-        over.gathers, over.exchange_start = time_gathers(over.device), time_start(over)
+        over.gathers = time_gathers(over.device)
         show(put_link(results, over.device.type, over.backend, over.size, over.gathers))
         results.save()
         # Those of packages, whose kernels compile for long, alone where they are asked for.

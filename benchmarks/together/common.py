@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,16 @@ Run = Callable[[], Any]
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 ROOM = 0.85
 """Of a GPU's memory, what a case may take."""
+SHORT = 10.0
+"""Milliseconds up to which a candidate may wait for its host."""
+
+
+class Took(NamedTuple):
+    """Milliseconds, of a rank or of the slowest."""
+
+    device: float
+    host: float
+    """Until it had given the device everything."""
 
 
 class Together:
@@ -43,7 +53,6 @@ class Together:
         dist.init_process_group(self.backend, timeout=timedelta(seconds=100))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.gathers: dict[int, float] = {}
-        self.exchange_start = 0.0
         memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else 1 << 30
         self.room = ROOM * memory
 
@@ -74,63 +83,62 @@ class Together:
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return told.item()
 
-    def once(self, run: Run, alone: bool = False) -> float:
-        """Milliseconds on this rank; all begin together."""
+    def once(self, run: Run, alone: bool = False) -> Took:
+        """On this rank; all begin together."""
         if not alone:
             dist.barrier()
         self.wait()
-        if self.device.type == "cpu":
-            began = time.perf_counter()
-            result = run()
-            took = 1e3 * (time.perf_counter() - began)
-            del result
-            return took
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        on_gpu = self.device.type == "cuda"
+        begin, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
+        if on_gpu:
+            begin.record()
+        began = time.perf_counter()
         result = run()
-        end.record()
-        end.synchronize()
+        host = 1e3 * (time.perf_counter() - began)
+        if on_gpu:
+            end.record()
+            end.synchronize()
         del result
-        return begin.elapsed_time(end)
+        return Took(begin.elapsed_time(end) if on_gpu else host, host)
 
     def measure(self, candidates: Mapping[str, Run]) -> dict[str, float]:
-        """Median milliseconds of each, of the slowest rank, in two blocks, in turns."""
-        times: dict[str, list[float]] = {name: [] for name in candidates}
+        """Median milliseconds of each, of the slowest rank."""
+        return {name: took.device for name, took in self.medians(candidates).items()}
+
+    def medians(self, candidates: Mapping[str, Run]) -> dict[str, Took]:
+        """Medians of the slowest rank, in two blocks, in turns: of short candidates round by round, so that what a host
+        does besides meets all alike, which moves its times by a half from one block to the next."""
+        times: dict[str, list[Took]] = {name: [] for name in candidates}
         for _ in range(2):
+            rounds, interleaved = {}, []
             for name, run in candidates.items():
                 self.once(run)
-                rounds = self._rounds(self.largest(self.once(run)))  # as many on every rank
-                took = torch.tensor([self.once(run) for _ in range(rounds)], dtype=torch.float64, device=self.device)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                times[name] += took.tolist()
-        return {name: statistics.median(found) for name, found in times.items()}
+                longest = self.largest(self.once(run).device)  # as many rounds on every rank
+                rounds[name] = self._rounds(longest)
+                if longest <= SHORT:
+                    interleaved.append(name)
+                else:
+                    times[name] += [self.once(run) for _ in range(rounds[name])]
+            for turn in range(max((rounds[name] for name in interleaved), default=0)):
+                for name in interleaved:
+                    if turn < rounds[name]:
+                        times[name].append(self.once(candidates[name]))
+        return {name: self._of_slowest(found) for name, found in times.items()}
+
+    def _of_slowest(self, times: list[Took]) -> Took:
+        took = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return Took(*(statistics.median(column) for column in took.T.tolist()))
 
     def alone(self, run: Run) -> float:
         """Median milliseconds of what the first rank does while the others wait."""
         self.once(run, alone=True)
-        rounds = self._rounds(self.once(run, alone=True))
-        return statistics.median(self.once(run, alone=True) for _ in range(2 * rounds))
+        rounds = self._rounds(self.once(run, alone=True).device)
+        return statistics.median(self.once(run, alone=True).device for _ in range(2 * rounds))
 
     def link(self, near: float) -> wd.Link:
         """As fitted to messages of about so many bytes."""
         return fit_link(self.gathers, self.size, near)
-
-    def host(self, run: Run) -> float:
-        """Median milliseconds of the slowest rank until its host has given the device all of it; 0 on a processor,
-        which is the host."""
-        if self.device.type == "cpu":
-            return 0.0
-        times = []
-        for _ in range(12):
-            dist.barrier()
-            self.wait()
-            began = time.perf_counter()
-            result = run()
-            times.append(1e3 * (time.perf_counter() - began))
-            del result
-        took = torch.tensor(times[2:], dtype=torch.float64, device=self.device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return statistics.median(took.tolist())
 
     def _rounds(self, milliseconds: float) -> int:
         return min(max(int(500 * self.seconds / milliseconds), 3), 25)
@@ -239,27 +247,50 @@ def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -
     return both if gradients else forward
 
 
-def time_start(over: Together) -> float:
-    """Milliseconds that an exchange adds to a step whose device has nothing to do but wait for its host: the way of the
-    collective through the host, and of ranks that come a little later than others. Of training steps of two short
-    scans, a diagonal and a dense one, which exchange once each way. 0 on a processor, which is the host."""
-    if over.device.type == "cpu":
-        return 0.0
-    found = []
-    for shape in ((64, 16, 20), (64, 16, 20, 20)):
-        inputs = [torch.rand(s, device=over.device).div_(20).requires_grad_() for s in (shape, shape[:3])]
-        group = StandIn(over.size // 2, over.size)
-        try:
-            times = over.measure(
-                {
-                    "ranks": step_of(wd.linear_scan, inputs, True),
-                    "part": step_of(lambda A, b, group=group: wd.linear_scan(A, b, group=group), inputs, True),
-                }
+class Probes:
+    """Training steps of two short scans, a diagonal and a dense one, which exchange once each way, over the ranks and
+    beside a stand-in: what an exchange adds to a step whose device has nothing to do but wait for its host, the way of
+    the collective through the host and of ranks that come a little later than others."""
+
+    def __init__(self, over: Together) -> None:
+        self._groups, self.steps = [], {}
+        if over.device.type == "cpu":  # which is the host
+            return
+        for name, shape in (("diagonal", (64, 16, 20)), ("dense", (64, 16, 20, 20))):
+            inputs = [torch.rand(s, device=over.device).div_(20).requires_grad_() for s in (shape, shape[:3])]
+            group = StandIn(over.size // 2, over.size)
+            self._groups.append(group)
+            self.steps[f"{name} probe over ranks"] = step_of(wd.linear_scan, inputs, True)
+            self.steps[f"{name} probe"] = step_of(
+                lambda A, b, group=group: wd.linear_scan(A, b, group=group), inputs, True
             )
-        finally:
+
+    def start(self, times: Mapping[str, Took]) -> float:
+        """Milliseconds of the start of an exchange, of what the steps took."""
+        found = [
+            max(times[f"{name} over ranks"].device - times[name].device, 0.0) / 2
+            for name in self.steps
+            if not name.endswith("ranks")
+        ]
+        return statistics.mean(found) if found else 0.0
+
+    def close(self) -> None:
+        for group in self._groups:
             group.close()
-        found.append(max(times["ranks"] - times["part"], 0.0) / 2)
-    return statistics.mean(found)
+
+
+def measure_part(over: Together, candidates: Mapping[str, Run]) -> dict[str, float]:
+    """Of over.measure, of candidates of which "part" is a rank's part beside a stand-in; and "host", until its host has
+    given the device all of that part, 0 on a processor, which is the host; and "start", of an exchange. A host is
+    slower at one time than at another: all are measured together."""
+    probes = Probes(over)
+    try:
+        found = over.medians({**candidates, **probes.steps})
+    finally:
+        probes.close()
+    times = {name: found[name].device for name in candidates}
+    host = 0.0 if over.device.type == "cpu" else found["part"].host
+    return times | {"host": host, "start": probes.start(found)}
 
 
 def behind_host(part: float, host: float, exchanges: int, start: float) -> float:
@@ -283,7 +314,7 @@ def compare(
     over: Together, results: Results, name: str, metric: str, times: dict[str, float], watched: Watched
 ) -> Rows:
     """Rows of one metric. `times`: of "ranks", "one_rank", a rank's "slice" alone, its "part" beside a stand-in, the
-    "host" of that part, which exchanges nothing, and what other peers took."""
+    "host" of that part and the "start" of an exchange, as measure_part says, and what other peers took."""
     rows = []
     sent = watched.sent
     between = sum(wd.exchange(over.size, size, over.link(size)).seconds for size in sent)
@@ -293,16 +324,16 @@ def compare(
         first = wd.exchange(over.size, sent[0], link).seconds
         host = 0.0
         if times["host"] > 0:
-            host = behind_host(times["part"], times["host"], len(sent), over.exchange_start) / 1e3
+            host = behind_host(times["part"], times["host"], len(sent), times["start"]) / 1e3
         # A slice has costs that do not shrink with it.
         work = over.size * times["slice"] / 1e3
         said = wd.predict(work, over.size, sent[0], fixup=fixup + between - first, link=link, host=host)
         times["predicted"] = 1e3 * said.seconds
-        told = {"part": times["part"], "its host": times["host"], "start of an exchange": over.exchange_start}
+        told = {"part": times["part"], "its host": times["host"], "start of an exchange": times["start"]}
         told = ", ".join(f"{what} {took:.4g} ms" for what, took in told.items())
         print(f"{name} {metric}: {told}, {len(sent)} exchanges", flush=True)
     for peer, took in times.items():
-        if peer not in ("ranks", "part", "host"):
+        if peer not in ("ranks", "part", "host", "start"):
             rows.append(results.put(name, metric, "ms", times["ranks"], peer, took))
     if sent:
         what = f"{metric}_exchange"

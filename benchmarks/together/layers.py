@@ -17,7 +17,7 @@ from weft._distributed.group import Ranks
 from weft._distributed.stand_in import StandIn
 
 from benchmarks.common import Entry, Results, check_agreement, relative_error
-from benchmarks.together.common import Rows, Run, Together, compare, watch
+from benchmarks.together.common import Rows, Run, Together, compare, measure_part, watch
 
 
 def layer_entry(over: Together, cell: str, H: int, B: int, T: int) -> Entry:
@@ -66,7 +66,7 @@ def layer_entry(over: Together, cell: str, H: int, B: int, T: int) -> Entry:
             check_agreement(name, {"gradients": error}, 1e-3)
             for metric in ("backward", "forward"):
                 steps = {kind: runs[metric] for kind, runs in of_ranks.items()}
-                times = over.measure(steps) | {"one_rank": took[metric], "host": over.host(steps["part"])}
+                times = measure_part(over, steps) | {"one_rank": took[metric]}
                 rows += compare(over, results, name, metric, times, watch(over, steps["ranks"]))
         finally:
             group.close()

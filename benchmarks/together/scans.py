@@ -13,7 +13,7 @@ from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
 
 from benchmarks.common import DTYPES, Entry, Results, check_agreement, relative_error
-from benchmarks.together.common import BOUNDS, Rows, Together, Watched, compare, step_of, watch
+from benchmarks.together.common import BOUNDS, Rows, Together, Watched, compare, measure_part, step_of, watch
 
 
 class _Exchanged(torch.autograd.Function):
@@ -111,8 +111,7 @@ def scan_entry(over: Together, layout: str, dtype: str, H: int, B: int, T: int) 
             }
             if exchanges_channels(gradients):
                 candidates["all_to_all"] = step_of(scan_by_all_to_all, inputs, gradients)
-            times = over.measure(candidates) | {"host": over.host(candidates["part"])}
-            return times, watch(over, candidates["ranks"])
+            return measure_part(over, candidates), watch(over, candidates["ranks"])
         finally:
             group.close()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft._distributed.stand_in import StandIn
 
 from benchmarks.common import ROOT, Entry, Results, check_agreement, relative_error
-from benchmarks.together.common import Rows, Run, Together, compare, watch
+from benchmarks.together.common import Rows, Run, Together, compare, measure_part, watch
 
 REPEATS = 3
 """Of the example's training."""
@@ -83,7 +83,7 @@ def stack_entry(over: Together, width: int, layers: int, B: int, T: int) -> Entr
             return over.alone(step), error
 
         try:
-            times = over.measure(steps) | {"host": over.host(steps["part"])}
+            times = measure_part(over, steps)
             watched = watch(over, steps["ranks"])
             del steps
             took, error = over.first(whole)
