@@ -409,3 +409,24 @@ class TestEmulated:
             mending(1, dtype == torch.float64, 1, [T, 2, mending.H, 2 * mending.H, mending.H], pointers)
             assert_close(grad_b, want_b.double(), 2 * BOUNDS[dtype])
             assert_close(grad_A, want_A.double(), 4 * BOUNDS[dtype])
+
+    def test_a_bad_channel_of_gradients_stays_alone(self, mending: _Library, dtype: torch.dtype) -> None:
+        """Bit by bit in its neighbours, also where it is walked in another way."""
+        T, H = 200, 8 if mending.H % 8 == 0 else 5
+        A, b, x0 = self.problem("remembers", T, 2, H, dtype)
+        x = linear_scan(A, b, x0)
+        results = []
+        for spoilt in (False, True):
+            factors, left = A.clone(), torch.ones(2, H).to(dtype)
+            if spoilt:
+                factors[50, 1, 2], left[0, 3] = torch.inf, 1e-36
+            grad_A, grad_b = (torch.full_like(b, 0.5) for _ in range(2))
+            following = torch.cat((x[1:], x0.unsqueeze(0)))
+            pointers = [factors, left, None, grad_b, following, x0, grad_A]
+            mending(1, dtype == torch.float64, 1, [T, 2, H, 2 * H, H], pointers)
+            results.append((grad_A, grad_b))
+        for clean, found in zip(*results, strict=True):
+            for row, channel in ((1, 2), (0, 3)):
+                assert not torch.equal(found[:, row, channel], clean[:, row, channel])
+                found[:, row, channel] = clean[:, row, channel]
+            assert torch.equal(found, clean)

@@ -6,7 +6,10 @@
 // Decomposition, shared memory: those of the scan's own walk (scan/linear/cuda/diagonal_walk.cuh). What is on its way
 //   when the last channel of a warp ends is read for nothing: all stages of the ring but one.
 // Registers: v, in double, which neither leaves its range before a float does nor adds roundings of its own. Of nothing
-// an infinite A makes nothing.
+//   an infinite A makes nothing.
+// Gradients of floats: a step's product in double, between two conversions, is 90 ns that a warp waits, longer than the
+//   memory needs. Within a stage v therefore goes on in float, where it stays in the middle of the range, and from
+//   stage to stage by the product of the stage's A in double.
 #pragma once
 #include "scan/linear/cuda/diagonal_walk.cuh"
 #include "scan/slices/cuda/mend_walk.h"
@@ -20,6 +23,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   using W = WalkShape<S, kGradients, true>;
   using T = acc_t<S>;
   using Number = typename Packed<T>::Number;
+  constexpr T kSmallest = T(0x1p-100);  // above it nothing is lost to where a float ends
   constexpr int kChannels = W::kChannels, kSteps = W::kSteps, kStages = W::kStages, kSize = int(sizeof(S));
   struct alignas(W::kLaneBytes) Lane {
     S of[kChannels];
@@ -97,20 +101,16 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         }
       }
     };
-    auto step = [&](const Lane& a, Lane value, const Others& previous, bool exists, auto whole) {
+    auto add = [&](const Others& added, Lane value, const Others& previous, bool exists, auto whole) {
       Lane gradient;
       bool changes = sizeof(S) == sizeof(T);
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        if constexpr (!kGradients) v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
-        const T old = to_acc(value.of[c]), mended = old + T(v[c]);
+        const T old = to_acc(value.of[c]), mended = old + added.of[c];
         shows[c] |= !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
         changes = changes || !(to_acc(value.of[c]) == old);
-        if constexpr (kGradients) {
-          gradient.of[c] = from_acc<S>(mended * previous.of[c]);
-          v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
-        }
+        if constexpr (kGradients) gradient.of[c] = from_acc<S>(mended * previous.of[c]);
       }
       put(x, value, whole);
       x += m.x_t;
@@ -120,6 +120,17 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         if (of_A && exists && changes) put(grad_A, gradient, whole);
         grad_A += m.grad_A_t;
       }
+    };
+    auto multiply = [&](int c, double by) { v[c] = v[c] == 0 ? 0 : v[c] * by; };
+    auto step = [&](const Lane& a, const Lane& value, const Others& previous, bool exists, auto whole) {
+      Others added;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        if constexpr (!kGradients) multiply(c, double(to_acc(a.of[c])));
+        added.of[c] = T(v[c]);
+        if constexpr (kGradients) multiply(c, double(to_acc(a.of[c])));
+      }
+      add(added, value, previous, exists, whole);
     };
     auto previous = [&](int i) {
       const Lane there = kGradients ? read(2, i) : Lane{};
@@ -133,8 +144,39 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       Others other[kSteps];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) a[i] = read(0, i), value[i] = read(1, i), other[i] = previous(i);
+      if constexpr (kGradients && sizeof(T) == 4) {
+        Others added[kSteps];
+        bool trusted[kChannels];
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
+        for (int c = 0; c < kChannels; ++c) {
+          T now = T(v[c]), least = fabsf(now), largest = least;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            added[i].of[c] = now;
+            least = fminf(least, fabsf(now)), largest = fmaxf(largest, fabsf(now));
+            now *= to_acc(a[i].of[c]);
+          }
+          trusted[c] = v[c] == 0 ? largest == 0 : least > kSmallest && largest < 1 / kSmallest;
+          if (trusted[c]) continue;
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            added[i].of[c] = T(v[c]);
+            multiply(c, double(to_acc(a[i].of[c])));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) add(added[i], value[i], other[i], true, whole);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          double product = 1;
+#pragma unroll
+          for (int i = 0; i < kSteps; i += 2) product *= double(to_acc(a[i].of[c])) * double(to_acc(a[i + 1].of[c]));
+          if (trusted[c]) multiply(c, product);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
+      }
     };
     const int64_t steps = m.T - stage * kSteps;
     if (steps > kSteps || (!kGradients && steps == kSteps)) {
@@ -161,7 +203,10 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
     // What is as it was stays so from here on. A channel ends by itself, whatever its neighbours do.
     bool any = false;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) any |= live[c] = live[c] && shows[c];
+    for (int c = 0; c < kChannels; ++c) {
+      any |= live[c] = live[c] && shows[c];
+      if (!live[c]) v[c] = 0;  // which is in no other's way
+    }
     if (!__any_sync(~0u, any)) break;
     place = place + 1 == kStages ? 0 : place + 1;
   }
