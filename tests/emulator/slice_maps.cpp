@@ -37,6 +37,7 @@ void run_both(const LinearScan& scan, const WarpPlan& plan, const SliceMaps& tol
 extern "C" void run(const LinearScan* scan, int64_t chunks, int64_t length, bool columns, float* maps, float* value,
                     int32_t* message, int64_t rows, const void* state, const int32_t* came, unsigned seed) {
   weft::when.seed(seed);
+  weft::processors = 100;
   const WarpPlan plan{chunks, length, columns, true};
   const SliceMaps told{maps, value, message, rows, rows * scan->H * scan->H};
 #if !FEW

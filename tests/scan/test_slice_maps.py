@@ -52,6 +52,8 @@ CASES = [
     Case(T=1, chunks=1, B=2),
     Case(H=17, T=30, chunks=4, transpose=True),
     Case(H=3, T=200, chunks=26, B=2),
+    Case(T=60, chunks=15),
+    Case(H=4, T=134, chunks=67, B=1),
 ]
 
 
@@ -230,7 +232,8 @@ FLAWS = {
     "does not enter": ("warp_slice", "Way::again", "Way::whole"),
     "turns maps round": ("map_products", "next[row(r) * n + k], x, now[r]", "next[k * n + row(r)], x, now[r]"),
     "forgets exponents": ("map_products", "exponent += largest", "exponent += 0"),
-    "stops early": ("map_products", "g < p.groups; ++g) {", "g < p.groups - 1; ++g) {"),
+    "stops early": ("map_products", "k < last; ++k) {", "k < last - 1; ++k) {"),
+    "hands on too soon": ("map_products", "brought[0] == below - 1", "brought[0] == 0"),
 }
 
 

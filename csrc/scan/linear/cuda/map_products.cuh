@@ -1,17 +1,20 @@
 // What all chunks of a slice do to a state, of the maps that chunk_maps.cuh has of each: their product, as ranks send
 // it.
 //
-// Decomposition: a tree of two levels. A block multiplies the maps of some chunks of a batch row, one after the other;
-//   the last of a row's blocks to be through multiplies what these came to. A thread owns some rows of the product in
-//   one column, and keeps that column's exponent.
-// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers: 16 S^2
+// Decomposition: a tree. A block multiplies the maps of some chunks of a batch row, one after the other; the last of
+// the
+//   blocks below a node of the tree to be through multiplies what these came to, up to the root. A thread owns some
+//   rows of the product in one column, and keeps that column's exponent.
+// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers, 16 S^2
 // bytes
 //   for S states.
 // Numbers: a map's are float's, within 2 of each other's columns; products are double's, and row k of one takes the
 //   exponent of column k of the next.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/linear/cuda/chunk_maps.cuh"
 #include "scan/linear/cuda/linear_scan.h"
@@ -30,28 +33,49 @@ struct MapProducts {
   int64_t chunks, rows;        // `rows` have maps of their own
   int H;                       // units of each part
   int64_t groups, group;       // blocks of a row, and chunks of each
-  double* parts;               // (rows, groups, n n), n states without padding
-  int64_t* exponents;          // (rows, groups, n)
-  int* through;                // (rows): blocks that are; zeros before
+  int64_t arity, nodes;        // of the tree above them; and all its nodes, level by level, the blocks first
+  double* parts;               // (rows, nodes, n n), n states without padding
+  int64_t* exponents;          // (rows, nodes, n)
+  int* through;                // (rows, nodes): of those right below, how many are; zeros before
   int32_t* out;                // (rows, n, n), packed
 };
 
-// Groups of about as many chunks as there are groups: no level waits for the other.
-inline void cut_into_groups(MapProducts& p) {
-  p.group = 1;
-  while (p.group * p.group < p.chunks) ++p.group;
-  p.groups = (p.chunks + p.group - 1) / p.group;
+// What a block takes to see that it is the last below its node and to fetch what the others came to, in products; the
+// most levels above the blocks; and of blocks, those that a multiprocessor has registers for.
+constexpr int64_t kHandOn = 4, kMostLevels = 3, kBlocksAtOnce = 3;
+
+constexpr int64_t power(int64_t base, int64_t exponent) {
+  return exponent == 0 ? 1 : base * power(base, exponent - 1);
+}
+
+// The tree with the shortest way from the leaves to the root, whose blocks run at once.
+inline void cut_into_levels(MapProducts& p) {
+  p.group = p.chunks, p.arity = 2;
+  const int64_t blocks = kBlocksAtOnce * device_limits().sm_count;
+  int64_t least = p.chunks - 1;
+  for (int64_t group = std::max<int64_t>(1, ceil_div(p.chunks * p.rows, blocks)); group - 1 < least; ++group) {
+    const int64_t groups = ceil_div(p.chunks, group);
+    for (int64_t levels = 1; levels <= kMostLevels; ++levels) {
+      int64_t arity = levels == 1 ? groups : 2;
+      while (levels > 1 && power(arity, levels) < groups) ++arity;
+      const int64_t way = group - 1 + levels * (arity - 1 + kHandOn);
+      if (way < least) least = way, p.group = group, p.arity = arity;
+    }
+  }
+  p.groups = ceil_div(p.chunks, p.group);
+  p.nodes = 1;
+  for (int64_t count = p.groups; count > 1; count = ceil_div(count, p.arity)) p.nodes += count;
 }
 
 // Where a tree works and writes, of matrices of n.
 inline void prepare(MapProducts& p, int64_t n, int32_t* out, const Workspace& workspace, cudaStream_t stream) {
-  cut_into_groups(p);
-  const int64_t blocks = p.rows * p.groups;
-  p.parts = static_cast<double*>(workspace(size_t(8 * (blocks * (n * n + n) + p.rows))));
-  p.exponents = reinterpret_cast<int64_t*>(p.parts + blocks * n * n);
-  p.through = reinterpret_cast<int*>(p.exponents + blocks * n);
+  cut_into_levels(p);
+  const int64_t nodes = p.rows * p.nodes;
+  p.parts = static_cast<double*>(workspace(size_t(8 * nodes * (n * n + n + 1))));
+  p.exponents = reinterpret_cast<int64_t*>(p.parts + nodes * n * n);
+  p.through = reinterpret_cast<int*>(p.exponents + nodes * n);
   p.out = out;
-  cuda_check(cudaMemsetAsync(p.through, 0, p.rows * sizeof(int), stream), "map products");
+  cuda_check(cudaMemsetAsync(p.through, 0, nodes * sizeof(int), stream), "map products");
 }
 
 template <typename Map>
@@ -65,8 +89,11 @@ struct ProductOfMaps {
   double *product, *next;
   int64_t *brought, *next_exponents;
   int n, column, group, groups, rows, all;
-  double now[kRows], coming[kComing];
-  int64_t exponent, coming_exponent;
+  double now[kRows], coming[kComing];  // `coming`: of a part
+  float coming_map[kComing];
+  int place[kComing];  // in a map, of what this thread brings
+  int64_t exponent;
+  int64_t coming_exponent;  // as maps store it: twice the exponent, and one more where the column has lost entries
 
   __device__ ProductOfMaps(const MapProducts& given, double* shared) : p(given) {
     product = shared, next = shared + S * S;
@@ -75,43 +102,42 @@ struct ProductOfMaps {
     groups = min(kThreads / n, n);
     column = int(threadIdx.x) % n, group = int(threadIdx.x) / n;
     rows = group < groups ? (n - group + groups - 1) / groups : 0;
+#pragma unroll
+    for (int e = 0; e < kComing; ++e) {
+      const int at = int(threadIdx.x) + e * kThreads;
+      place[e] = padded(at / n) * Map::kRow + padded(at % n);
+    }
   }
-  __device__ int row(int r) const { return group + r * groups; }
+  __device__ int row(int r) const {
+    return group + r * groups;
+  }
   // Where a state lies in a map.
-  __device__ int padded(int state) const { return Map::kParts == 2 && state >= p.H ? Map::HP + state - p.H : state; }
+  __device__ int padded(int state) const {
+    return Map::kParts == 2 && state >= p.H ? Map::HP + state - p.H : state;
+  }
   static __device__ int64_t exponent_of(double x) {
     int64_t exponent = 0;
     if (is_finite_bits(x)) mantissa_of(x, exponent);
     return exponent;
   }
 
-  // Asks for a chunk's map, or for what a group came to.
+  // Asks for a chunk's map, or for what a node came to. Nothing here looks at what comes, so that it is on its way
+  // during a product.
   __device__ void ask_map(int64_t batch_row, int64_t chunk) {
     const float* const map = p.maps + chunk * p.map_step + batch_row * p.row_step;
 #pragma unroll
     for (int e = 0; e < kComing; ++e) {
-      const int at = int(threadIdx.x) + e * kThreads;
-      if (at < all) coming[e] = double(map[padded(at / n) * Map::kRow + padded(at % n)]);
+      if (int(threadIdx.x) + e * kThreads < all) coming_map[e] = map[place[e]];
     }
-    if (int(threadIdx.x) < n) {
-      const int bits = __float_as_int(map[Map::kExponents + padded(int(threadIdx.x))]);
-      coming_exponent = bits >> 1;
-      // Nothing of a column of zeros may hide others. One that has lost nothing is none.
-      if (bits & 1) {
-        bool zeros = true;
-        for (int i = 0; i < n; ++i) zeros = zeros && map[padded(i) * Map::kRow + padded(int(threadIdx.x))] == 0.0f;
-        if (zeros) coming_exponent = kExponentOfZeros;
-      }
-    }
+    if (int(threadIdx.x) < n) coming_exponent = __float_as_int(map[Map::kExponents + padded(int(threadIdx.x))]);
   }
-  __device__ void ask_part(int64_t batch_row, int64_t group) {
-    const int64_t part = batch_row * p.groups + group;
+  __device__ void ask_part(int64_t node) {
 #pragma unroll
     for (int e = 0; e < kComing; ++e) {
       const int at = int(threadIdx.x) + e * kThreads;
-      if (at < all) coming[e] = load_through(p.parts + part * all + at);
+      if (at < all) coming[e] = load_through(p.parts + node * all + at);
     }
-    if (int(threadIdx.x) < n) coming_exponent = load_through(p.exponents + part * n + int(threadIdx.x));
+    if (int(threadIdx.x) < n) coming_exponent = 2 * load_through(p.exponents + node * n + int(threadIdx.x));
   }
   // What other blocks have written, past the cache of this multiprocessor.
   template <typename T>
@@ -119,23 +145,32 @@ struct ProductOfMaps {
     return *static_cast<const volatile T*>(from);
   }
 
-  // What was asked for, into shared memory.
-  __device__ void take() {
+  // What was asked for, into shared memory, exponents as they came.
+  template <typename T>
+  __device__ void take(const T (&asked)[kComing]) {
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < kComing; ++e) {
       const int at = int(threadIdx.x) + e * kThreads;
-      if (at < all) next[at] = coming[e];
+      if (at < all) next[at] = double(asked[e]);
     }
     if (int(threadIdx.x) < n) next_exponents[threadIdx.x] = coming_exponent;
     __syncthreads();
   }
 
+  // Of a column of what was taken.
+  __device__ int64_t next_exponent(int of) const {
+    const int64_t stored = next_exponents[of];
+    // Nothing of a column of zeros may hide others. One that has lost nothing is none.
+    bool zeros = stored & 1;
+    for (int i = 0; zeros && i < n; ++i) zeros = next[i * n + of] == 0;
+    return zeros ? kExponentOfZeros : stored >> 1;
+  }
+
   __device__ void begin() {
-    take();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) now[r] = r < rows ? next[row(r) * n + column] : 0;
-    exponent = rows > 0 ? next_exponents[column] : 0;
+    exponent = rows > 0 ? next_exponent(column) : 0;
   }
 
   // What was taken, times what there is.
@@ -145,11 +180,12 @@ struct ProductOfMaps {
     for (int r = 0; r < kRows; ++r) {
       own[r] = kExponentOfZero;
       if (r >= rows || now[r] == 0) continue;
-      own[r] = next_exponents[row(r)];
+      own[r] = next_exponent(row(r));
       largest = max(largest, exponent_of(now[r]) + own[r]);
     }
     brought[threadIdx.x] = largest;
     __syncthreads();
+#pragma unroll 4
     for (int g = 0; rows > 0 && g < groups; ++g) largest = max(largest, brought[g * n + column]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -171,40 +207,52 @@ struct ProductOfMaps {
     }
   }
 
-  // All blocks of a row, numbered from 0, by whole blocks of kThreads.
-  __device__ void run(int64_t block) {
-    const int64_t batch_row = block / p.groups, own = block % p.groups, first = own * p.group;
-    const int64_t last = min(first + p.group, p.chunks);
-    ask_map(batch_row, first);
+  // Of the factors from `first` to `last`.
+  template <typename T, typename Ask>
+  __device__ __forceinline__ void multiply_all(int64_t first, int64_t last, const T (&asked)[kComing], const Ask& ask) {
+    ask(first);
+    take(asked);
     begin();
-    if (first + 1 < last) ask_map(batch_row, first + 1);
-    for (int64_t chunk = first + 1; chunk < last; ++chunk) {
-      take();
-      if (chunk + 1 < last) ask_map(batch_row, chunk + 1);
+    if (first + 1 < last) ask(first + 1);
+    for (int64_t k = first + 1; k < last; ++k) {
+      take(asked);
+      if (k + 1 < last) ask(k + 1);
       multiply();
     }
-    if (p.groups > 1) {
-      const int64_t part = batch_row * p.groups + own;
+  }
+
+  __device__ void put(int64_t node) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r < rows) p.parts[part * all + row(r) * n + column] = now[r];
-      }
-      if (rows > 0 && group == 0) p.exponents[part * n + column] = exponent;
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) brought[0] = atomicAdd(p.through + batch_row, 1);
-      __syncthreads();
-      const bool is_last = brought[0] == p.groups - 1;
-      __threadfence();
-      if (!is_last) return;
-      ask_part(batch_row, 0);
-      begin();
-      if (p.groups > 1) ask_part(batch_row, 1);
-      for (int64_t g = 1; g < p.groups; ++g) {
-        take();
-        if (g + 1 < p.groups) ask_part(batch_row, g + 1);
-        multiply();
-      }
+    for (int r = 0; r < kRows; ++r) {
+      if (r < rows) p.parts[node * all + row(r) * n + column] = now[r];
+    }
+    if (rows > 0 && group == 0) p.exponents[node * n + column] = exponent;
+  }
+
+  // Whether all others below a node have put what they came to.
+  __device__ bool is_last(int64_t node, int64_t below) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) brought[0] = atomicAdd(p.through + node, 1);
+    __syncthreads();
+    const bool last = brought[0] == below - 1;
+    __threadfence();
+    return last;
+  }
+
+  // All blocks of a row, numbered from 0, by whole blocks of kThreads.
+  __device__ void run(int64_t block) {
+    const int64_t batch_row = block / p.groups, tree = batch_row * p.nodes;
+    int64_t own = block % p.groups;
+    const int64_t begin = own * p.group;
+    multiply_all(begin, min(begin + p.group, p.chunks), coming_map, [&](int64_t chunk) { ask_map(batch_row, chunk); });
+    // The nodes of a level lie from `level` on.
+    for (int64_t level = tree, count = p.groups; count > 1; level += count, count = ceil_div(count, p.arity)) {
+      put(level + own);
+      own /= p.arity;
+      const int64_t first = own * p.arity, last = min(first + p.arity, count);
+      if (!is_last(level + count + own, last - first)) return;
+      multiply_all(first, last, coming, [&](int64_t node) { ask_part(level + node); });
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
