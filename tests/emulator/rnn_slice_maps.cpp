@@ -22,8 +22,9 @@ void run_both(const ScanShape& shape, const ScanChain<float>& chain, int chunks,
   };
   ForCell<kCell>::ToldOfSlice<HP>::run(shape, chain, chunks, told, allocate, nullptr);
   ScanChain<float> again = chain;
-  again.grad_h_n = grad_h, again.grad_c_n = grad_c, again.workspace = told.maps;
-  ForCell<kCell>::ReplayOfSlice<HP>::run(shape, again, chunks, nullptr);
+  std::vector<float> starts(size_t(chunks) * shape.B * Map<kCell, HP>::kStates);
+  again.grad_h_n = grad_h, again.grad_c_n = grad_c, again.workspace = starts.data();
+  ForCell<kCell>::ReplayOfSlice<HP>::run(shape, again, chunks, told.maps, nullptr);
 }
 
 }  // namespace
@@ -32,6 +33,7 @@ void run_both(const ScanShape& shape, const ScanChain<float>& chain, int chunks,
 // message, and the gradients of the states that leave.
 extern "C" void run(const int64_t* sizes, int chunks, void* const* p, unsigned seed) {
   weft::when.seed(seed);
+  weft::processors = 100;
   const auto number = [&](int i) { return static_cast<float*>(p[i]); };
   const ScanShape shape{kCell, sizes[0], sizes[1], int(sizes[2]), false};
   const ScanChain<float> chain{number(0), nullptr,   nullptr,   number(1), number(2), number(3), number(4),

@@ -37,6 +37,7 @@ CASES = [
     Case(T=30, B=1, chunks=1),
     Case(T=1, B=2, H=3, chunks=1),
     Case(T=41, H=17, B=4, chunks=3, arriving=False),
+    Case(T=60, H=6, B=2, chunks=60),
 ]
 
 
@@ -213,8 +214,8 @@ FLAWS = {
     "reads before the first step": ("is_first && fetched == length", "false"),
     "leaves out the first chunk": ("chunks.whole ? warps(shape.B) : 0", "0"),
     "does not begin again": (
-        "if (chunks.count > 1) boundaries<HP, Way::again>(",
-        "if (false) boundaries<HP, Way::again>(",
+        "boundaries<HP, Way::again>(shape, a,",
+        "if (false) boundaries<HP, Way::again>(shape, a,",
     ),
 }
 

@@ -44,6 +44,14 @@ class Direction(NamedTuple):
     keeps_cells: bool
 
 
+def _parts(state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """h and, of an LSTM, c, each (1, B, H)."""
+    if state.size(0) == 1:  # as most are: an operation less for the host
+        return state, None
+    h, c = state.unsqueeze(1).unbind()
+    return h, c
+
+
 class _Walk(NamedTuple):
     """Of some steps: h and, of an LSTM, c at each, the gates that the backward pass wants, and the last states."""
 
@@ -55,12 +63,11 @@ class _Walk(NamedTuple):
 
 
 def _walk(direction: Direction, how: str, input: Tensor, start: Tensor, weights: list[Tensor]) -> _Walk:
-    h, *c = start.unsqueeze(1).unbind()
+    h, c = _parts(start)
     output, h_n, c_n, cells, gates = _rnn(
-        input, h, c[0] if c else None, weights, None, cell=direction.cell, keep_cells=bool(c), save=direction.saves,
-        backward=how,
-    )  # fmt: skip
-    return _Walk(output, cells, gates, torch.cat((h_n, c_n) if c else (h_n,)))
+        input, h, c, weights, None, cell=direction.cell, keep_cells=c is not None, save=direction.saves, backward=how
+    )
+    return _Walk(output, cells, gates, h_n if c is None else torch.cat((h_n, c_n)))
 
 
 def _walk_again(direction: Direction, input: Tensor, start: Tensor, weights: list[Tensor], walk: _Walk) -> Tensor:
@@ -188,15 +195,15 @@ def _back_in_rounds(
 
     def back(begin: int, end: int, leaving: Tensor, everything: bool) -> tuple[Tensor, list[Tensor]]:
         steps = slice(begin, end)
-        h, *c = start.unsqueeze(1).unbind()
+        h, c = _parts(start)
         if begin > 0:
             h = output[begin - 1 : begin]
-            c = [cells[begin - 1 : begin].to(h.dtype)] if lstm else []
-        grad_h, *grad_c = leaving.unsqueeze(1).unbind()
+            c = cells[begin - 1 : begin].to(h.dtype) if lstm else None
+        grad_h, grad_c = _parts(leaving)
         mask = [everything and of_input, True, lstm, *(everything and w for w in of_weights)]
         grads = _rnn_backward(
-            grad_output[steps], grad_h, grad_c[0] if lstm else None,
-            grad_cells[steps] if direction.keeps_cells else None, input[steps], h, c[0] if lstm else None, weights,
+            grad_output[steps], grad_h, grad_c,
+            grad_cells[steps] if direction.keeps_cells else None, input[steps], h, c, weights,
             None, output[steps], cells[steps],
             gates[:, begin * batch : end * batch] if gates.dim() > 1 else gates, cell=direction.cell,
             bidirectional=False, output_mask=mask, backward=direction.backward,
@@ -217,8 +224,8 @@ def _back_in_halves(
     """The gradient of the state before the whole is zeros but on rank 0."""
     of_input, of_state, *of_weights = needed
     ranks, (T, B, _), (states, _, H) = direction.ranks, input.shape, start.shape
-    h, *c = start.unsqueeze(1).unbind()
-    known = (input, h, c[0] if c else None, weights, output, cells, gates)
+    h, c = _parts(start)
+    known = (input, h, c, weights, output, cells, gates)
     if T > 0:
         chunks = slice_chunks(input.device, direction.cell, T, B, H)
         maps, value, message = _slice_maps(grad_output, *known, chunks, cell=direction.cell)
@@ -227,20 +234,22 @@ def _back_in_halves(
         half = torch.eye(states * H, device=input.device, dtype=torch.float64).expand(B, -1, -1) / 2
         product = pack(half, torch.ones_like(half, dtype=torch.int64), torch.float32)
         message = torch.cat((product.flatten(), product.new_zeros(value.numel()), product.new_ones(1)))
-    share = grad_end.transpose(0, 1).contiguous().view(torch.int32).flatten()
-    gathered = yield torch.cat((message, share))
+    share = grad_end if c is None else grad_end.transpose(0, 1)
+    gathered = yield torch.cat((message, share.reshape(-1).view(torch.int32)))
     # From the last step of the whole to the first.
     order = ranks.rank if direction.reverse else ranks.size - 1 - ranks.rank
     entered, end, _, _ = torch.ops.weft.slice_states(gathered, value, order, not direction.reverse, B, True)
-    left = entered.view(B, states, H).transpose(0, 1).contiguous()
-    grad_start = None
+
+    def of_states(t: Tensor) -> Tensor:
+        return t.unsqueeze(0) if c is None else t.view(B, states, H).transpose(0, 1).contiguous()
+
+    left, grad_start = of_states(entered), None
     if of_state:
-        grad_start = end.view(B, states, H).transpose(0, 1) if ranks.rank == 0 else torch.zeros_like(left)
+        grad_start = of_states(end) if ranks.rank == 0 else torch.zeros_like(left)
     if T == 0:
         return [torch.zeros_like(input), grad_start, *(torch.zeros_like(w) for w in weights)]
-    grad_h, *grad_c = left.unsqueeze(1).unbind()
     grads = _slice_backward(
-        maps, grad_output, grad_h, grad_c[0] if c else None, *known, chunks, cell=direction.cell,
+        maps, grad_output, *_parts(left), *known, chunks, cell=direction.cell,
         output_mask=[of_input, False, False, *of_weights],
     )  # fmt: skip
     return [grads[0], grad_start, *grads[3:]]

@@ -229,7 +229,7 @@ template <typename scalar>
 void chain_kernel(const ScanShape& shape, const Tensor& grad_output, const Tensor& grad_h_n, const Tensor& grad_c_n,
                   const Tensor& w_hh, const Tensor& h0, const Tensor& c0, const Tensor& output, const Tensor& gates,
                   const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0, const Tensor& grad_c0, int chunks,
-                  const Tensor& workspace, bool of_slice) {
+                  const Tensor& workspace, const float* slice_maps) {
   const ScanChain<scalar> args{pointer<scalar>(grad_output),
                                pointer<scalar>(grad_h_n),
                                pointer<scalar>(grad_c_n),
@@ -245,7 +245,7 @@ void chain_kernel(const ScanShape& shape, const Tensor& grad_output, const Tenso
                                workspace.data_ptr()};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if constexpr (std::is_same_v<scalar, float>) {
-    if (of_slice) return scan_slice_replay(shape, args, chunks, stream);
+    if (slice_maps) return scan_slice_replay(shape, args, chunks, slice_maps, stream);
   }
   scan_chain(shape, args, chunks, stream);
 }
@@ -470,19 +470,16 @@ std::vector<Tensor> scan_slice_backward(const RnnGrads& given, const RnnArgs& ar
     const int chunks = of_slice ? slice_chunks : compute == at::kFloat ? scan_chunks(shape) : 1;
     const int inputs = static_cast<int>(narrow ? s.I : 0);
     const Tensor workspace =
-        at::empty({std::max(of_slice ? 0 : scan_chain_workspace(shape, chunks),
+        at::empty({std::max(of_slice ? scan_slice_starts(shape, chunks) : scan_chain_workspace(shape, chunks),
                             parameters_here ? scan_gradients_workspace(shape, w_ih_here ? inputs : 0) : 0)},
                   options.dtype(at::kByte));
-    // The states at the chunks' starts, which lie behind the maps, are written again; an op's argument stays what it
-    // is.
-    const Tensor of_chain = of_slice ? maps.clone() : workspace;
     const Tensor dgates = at::empty({s.T, s.B, chain_blocks(args.cell) * s.H}, options);
     (compute == at::kFloat ? chain_kernel<float>
                            : chain_kernel<double>)(shape, arriving, direction_of(arriving_h, s, d),
                                                    direction_of(arriving_c, s, d), w, state, direction_of(c0, s, d),
                                                    saved_output, direction_of(saved_gates, s, d), saved_cells, dgates,
                                                    direction_of(grad_h0, s, d), direction_of(grad_c0, s, d), chunks,
-                                                   of_chain, of_slice);
+                                                   workspace, of_slice ? pointer<float>(maps) : nullptr);
 
     const Tensor given_state =
         !by_gemm[4] || args.h0 ? direction_of(or_undefined(args.h0), s, d) : contiguous_in(state, type);

@@ -97,12 +97,14 @@ void scan_chain(const ScanShape& shape, const ScanChain<double>& args, int chunk
 // The chain of a slice whose whole lies on many ranks, H <= kWarpHidden, in two halves with the exchange between them:
 // first the maps of its chunks, (chunks, B, scan_slice_floats()) from no gradient of the state that leaves, and what
 // the rank tells of them: the gradient of the state that enters, (B, S H), h before c, S states, and the product (B, S
-// H, S H) that takes one that leaves there. Then the chain from args.grad_h_n and grad_c_n, by the maps in
-// args.workspace. T is at least 1; both halves are given the same number of chunks, 1 to T.
+// H, S H) that takes one that leaves there. Then the chain from args.grad_h_n and grad_c_n, by the maps; args.workspace
+// is for scan_slice_starts(). T is at least 1; both halves are given the same number of chunks, 1 to T.
 int64_t scan_slice_floats(Cell cell, int64_t H);
+int64_t scan_slice_starts(const ScanShape& shape, int chunks);  // bytes
 void scan_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
                      const scan::Workspace& workspace, cudaStream_t stream);
-void scan_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream);
+void scan_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, const float* maps,
+                       cudaStream_t stream);
 
 // For H <= kWarpHidden. Partial sums per slab of rows, added in a fixed order. A gate gradient or a state that
 // is inf makes NaN of the sums it enters, whatever the sign of the others. The workspace is for the gradients of the

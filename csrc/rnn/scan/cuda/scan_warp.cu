@@ -24,7 +24,8 @@ template <Cell cell>
 void cell_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
                      const scan::Workspace& workspace, cudaStream_t stream);
 template <Cell cell>
-void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream);
+void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, const float* maps,
+                       cudaStream_t stream);
 
 namespace {
 
@@ -87,6 +88,10 @@ struct WarpCosts {
 
 constexpr int64_t kMostChunks = 4096;
 
+int64_t padded_states(Cell cell, int64_t H) {
+  return states_of(cell) * scan::padded_hidden(H);
+}
+
 scan::Stages warp_stages(const ScanShape& shape, int64_t chunks, bool of_slice = false) {
   const Products& products = products_of(shape);
   const auto& costs = costs_here<WarpCosts>();
@@ -148,8 +153,12 @@ int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {
 
 // A map and the gradient entering it.
 int64_t scan_slice_floats(Cell cell, int64_t H) {
-  const int64_t S = states_of(cell) * scan::padded_hidden(H);
+  const int64_t S = padded_states(cell, H);
   return scan::map_floats(S) + S;
+}
+
+int64_t scan_slice_starts(const ScanShape& shape, int chunks) {
+  return int64_t(chunks) * shape.B * padded_states(shape.cell, shape.H) * int64_t(sizeof(float));
 }
 
 void scan_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
@@ -159,9 +168,10 @@ void scan_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int c
   });
 }
 
-void scan_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream) {
+void scan_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, const float* maps,
+                       cudaStream_t stream) {
   with_cell(shape.cell, [&]<Cell cell>() {
-    if constexpr (scan_max_hidden(cell) > 0) cell_slice_replay<cell>(shape, args, chunks, stream);
+    if constexpr (scan_max_hidden(cell) > 0) cell_slice_replay<cell>(shape, args, chunks, maps, stream);
   });
 }
 

@@ -612,10 +612,18 @@ struct ForCell {
 
   template <int HP>
   struct ReplayOfSlice {
-    static void run(const ScanShape& shape, const ScanChain<float>& a, int count, cudaStream_t stream) {
+    static void run(const ScanShape& shape, const ScanChain<float>& a, int count, const float* maps,
+                    cudaStream_t stream) {
       const Chunks chunks = cut(shape, count, true);
-      const Workspace workspace = workspace_at<HP>(shape, chunks, static_cast<float*>(a.workspace));
-      if (chunks.count > 1) boundaries<HP, Way::again>(shape, a, chunks, workspace, stream);
+      const Workspace made = workspace_at<HP>(shape, chunks, const_cast<float*>(maps));
+      // What is written again is a copy: the maps are an argument of an op, and stay what they are.
+      const Workspace workspace{made.maps, static_cast<float*>(a.workspace)};
+      if (chunks.count > 1) {
+        const size_t bytes = sizeof(float) * chunks.count * shape.B * Map<cell, HP>::kStates;
+        cuda_check(cudaMemcpyAsync(workspace.starts, made.starts, bytes, cudaMemcpyDeviceToDevice, stream),
+                   "rnn_slice_starts");
+        boundaries<HP, Way::again>(shape, a, chunks, workspace, stream);
+      }
       replay<HP>(shape, a, chunks, workspace, stream);
     }
   };
@@ -640,8 +648,9 @@ void cell_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int c
 }
 
 template <Cell cell>
-void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream) {
-  dispatch_hidden<ForCell<cell>::template ReplayOfSlice>(shape.H, shape, args, chunks, stream);
+void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, const float* maps,
+                       cudaStream_t stream) {
+  dispatch_hidden<ForCell<cell>::template ReplayOfSlice>(shape.H, shape, args, chunks, maps, stream);
 }
 
 }  // namespace weft::rnn
@@ -655,5 +664,6 @@ void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int
   template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<double>&, int, cudaStream_t);              \
   template void cell_slice_maps<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, const scan::SliceMaps&, \
                                             const scan::Workspace&, cudaStream_t);                                  \
-  template void cell_slice_replay<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);        \
+  template void cell_slice_replay<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, const float*,         \
+                                              cudaStream_t);                                                        \
   }
