@@ -1,9 +1,9 @@
 """Packages that have scans over ranks, too.
 
 They run only where they are asked for, in a run of their own: ``torchrun ... -m benchmarks.ranks flash-linear``.
-flash-linear-attention compiles every configuration of some twenty kernels on every rank, and those for sequences of
-many lengths, which its ranks have, and those of one again, which the one GPU has: some hundred seconds, before anything
-is timed. Here the kernels that only ranks have are tuned, and each of the others has one configuration, on both sides.
+flash-linear-attention compiles every configuration of some twenty kernels on every rank: some hundred seconds, before
+anything is timed. Here the kernels that only ranks have are tuned, and each of the others has one configuration; the
+one GPU takes the kernels for sequences of many lengths, too, which its ranks have.
 Its backward pass refuses Triton before 3.7.1 on Hopper, so that the forward pass stands alone. A run that takes longer
 than LIMIT seconds all the same says where it is and ends.
 """
@@ -84,7 +84,8 @@ def package_entry(over: Together, T: int, heads: int, width: int) -> Entry:
         def attend(*inputs: Tensor, **how: Any) -> Tensor:
             return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, **how)[0]
 
-        context = build_cp_context(torch.tensor([0, T], device=over.device), dist.group.WORLD)
+        edges = torch.tensor([0, T], device=over.device)
+        context = build_cp_context(edges, dist.group.WORLD)
         mine = inputs_of(over.rank)
         with torch.no_grad():
             ends = torch.empty(over.size, heads, width, device=over.device, dtype=torch.bfloat16)
@@ -96,12 +97,15 @@ def package_entry(over: Together, T: int, heads: int, width: int) -> Entry:
 
         def error() -> float:
             with torch.no_grad():
-                return relative_error(ends, attend(*whole())[0].unflatten(0, (over.size, -1))[:, -1])
+                return relative_error(ends, on_one(*whole())[0].unflatten(0, (over.size, -1))[:, -1])
+
+        def on_one(*inputs: Tensor) -> Tensor:
+            return attend(*inputs, cu_seqlens=edges)
 
         step = step_of(lambda *t: attend(*t, cp_context=context), mine, False)
         check_agreement(name, {"output": over.first(error)}, BOUNDS["bf16"])
         ranks = over.measure({"ranks": step})["ranks"]
-        one = over.first(lambda: over.alone(step_of(attend, whole(), False)))
+        one = over.first(lambda: over.alone(step_of(on_one, whole(), False)))
         theirs = over.size * ranks / one
         print(f"{name} forward: {ranks:.4g} ms over ranks, {one:.4g} ms on one", flush=True)
         del mine, step
