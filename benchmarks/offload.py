@@ -384,6 +384,9 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
                 candidates["plain"] = Candidate(step.plain)
             own = times | measure(candidates, device, **(rounds if limit is None else few))
             report = off.report().to_dict()
+            if limit is None:
+                slowdown, aside = report["slowdown"], report["stepped_aside"]
+                print(f"{model.name} without a budget: slowdown {slowdown}, stepped aside: {aside}", flush=True)
             if report["stepped_aside"]:  # the report is on a use before
                 report |= dict.fromkeys(("sent_bytes", "returned_bytes", "moved_bytes"), 0)
             out, back = report["sent_bytes"] / rates.d2h, report["returned_bytes"] / rates.h2d

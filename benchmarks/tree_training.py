@@ -135,16 +135,23 @@ class Training:
     def loss(self, run: Callable[[Tensor], Tensor], words: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.head(run(self.embedding(words))), labels)
 
-    def update(self, loss: Tensor) -> Tensor:
-        grads = torch.autograd.grad(loss, self.parameters)
+    def update(self, loss: Tensor, parameters: Sequence[nn.Parameter] | None = None) -> Tensor:
+        parameters = self.parameters if parameters is None else parameters
+        grads = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
-            for p, grad in zip(self.parameters, grads, strict=True):
+            for p, grad in zip(parameters, grads, strict=True):
                 p.add_(grad, alpha=-self.RATE)
         return loss.detach()
 
     def weft(self, batch: Batch) -> Tensor:
         graphs, words, labels = self.send(batch)
         return self.update(self.loss(functools.partial(self.cell, graphs), words, labels))
+
+    def without_cell(self, batch: Batch) -> Tensor:
+        """What is left of a step where the head reads the embedding."""
+        _, words, labels = self.send(batch)
+        parameters = [*self.embedding.parameters(), *self.head.parameters()]
+        return self.update(self.loss(lambda x: x, words, labels), parameters)
 
     def level_loop(self, batch: Batch) -> LevelLoop:
         return LevelLoop(self.model, batch[0], self.device)
@@ -235,9 +242,11 @@ def training_entry(name: str, data: Callable[[bool], Data], H: int, B: int, devi
         def with_loops() -> list[tuple[Batch, LevelLoop]]:
             return [(batch, step.level_loop(batch)) for batch in (step.collate() for _ in range(LOOP_STEPS))]
 
-        candidates = {"weft": _in_a_row(step)}
+        bare = Training(name, own, H, B, device)
+        candidates = {"weft": _in_a_row(step, step.weft), "without_cell": _in_a_row(bare, bare.without_cell)}
         if step.typed:
-            candidates["untyped"] = _in_a_row(Training("treelstm", data(False), H, B, device))
+            untyped = Training("treelstm", data(False), H, B, device)
+            candidates["untyped"] = _in_a_row(untyped, untyped.weft)
         if device == "cuda":
             replay = Training(name, own, H, B, device).captured()
             candidates["captured"] = Candidate(lambda _: [replay() for _ in range(STEPS)][-1])
@@ -249,7 +258,7 @@ def training_entry(name: str, data: Callable[[bool], Data], H: int, B: int, devi
             times["device_busy"] = device_busy(lambda: [step.weft(batch) for batch in batches]) / STEPS
         rows = [
             results.put(case, "step", "ms", times["weft"], peer, times[peer])
-            for peer in ("eager", "captured", "untyped", "device_busy")
+            for peer in ("eager", "captured", "untyped", "without_cell", "device_busy")
             if peer in times
         ]
         if device == "cuda":
@@ -259,9 +268,9 @@ def training_entry(name: str, data: Callable[[bool], Data], H: int, B: int, devi
     return Entry(case, ("step", "host_of_cell") if device == "cuda" else ("step",), run)
 
 
-def _in_a_row(step: Training) -> Candidate:
+def _in_a_row(training: Training, step: Callable[[Batch], Tensor]) -> Candidate:
     return Candidate(
-        lambda batches: [step.weft(batch) for batch in batches][-1], lambda: [step.collate() for _ in range(STEPS)]
+        lambda batches: [step(batch) for batch in batches][-1], lambda: [training.collate() for _ in range(STEPS)]
     )
 
 

@@ -16,8 +16,9 @@ other, each on a new batch, whose peer takes batches that it has ``seen``. Rows 
 training steps in a row, each on graphs that were never seen: sending a batch, embedding, cell, head, cross-entropy,
 gradients and SGD. A DataLoader's part, putting batches together and pinning them, which plans their schedules, is not
 in the time, nor is making the indices of the loop for ``eager``; ``captured`` repeats one batch, ``untyped`` is the
-same net as one function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the
-metric ``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
+same net as one function for all vertices, ``without_cell`` is what is left of the step where the head reads the
+embedding, all of it torch's, and ``device_busy`` is the time in which the device has work. Rows of the metric
+``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
 benchmarks.vertex task=train``.
 
 Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of

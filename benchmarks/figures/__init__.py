@@ -118,6 +118,8 @@ PEERS = {
     "reference": '"reference"',
     "best": "the faster executor",
     "device_busy": "the device's part of it",
+    "without_cell": "the rest of it alone",
+    "untyped": "as one function",
     "eager": "eager PyTorch",
     "captured": "PyTorch in a CUDA graph",
     "cusparse_spgemm": "cuSPARSE SpGEMM",

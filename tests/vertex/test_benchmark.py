@@ -85,7 +85,7 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
     rows = [row for entry in entries for row in entry.run(results)]
     results.save()
     assert {row["peer"] for row in rows} == {
-        "eager", "floor", "torch.nn", "step", "seen", "none", "untyped"
+        "eager", "floor", "torch.nn", "step", "seen", "none", "untyped", "without_cell"
     }  # fmt: skip
     assert {row["metric"] for row in rows} == {
         "forward_backward", "schedule", "step", "steps_in_a_row", "throughput"
