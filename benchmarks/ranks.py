@@ -37,7 +37,6 @@ from benchmarks.common import (
     exit_with,
     host_us,
     measure,
-    parse_case,
     run_entries,
     table_parser,
 )  # fmt: skip
@@ -46,6 +45,8 @@ from benchmarks.together import run_together
 
 RANKS = 8
 PREDICTED_STEPS = 1 << 20
+SHARES = {2: 131072, 64: 16384, 256: 4096, 1024: 1024}
+"""Of other numbers of ranks, the steps of a slice of PREDICTED_STEPS, as far as one GPU can hold it."""
 
 
 def _gloo_member(rank: int, ranks: int, store: str, answers: Any) -> None:
@@ -97,12 +98,12 @@ def _both(run: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[Any], A
     return step
 
 
-def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool) -> Entry:
-    """A rank's part of a scan: the middle one of RANKS."""
+def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool, ranks: int = RANKS) -> Entry:
+    """A rank's part of a scan: the middle one of `ranks`."""
     keys = {"op": "linear_scan", "device": device, "dtype": "fp32", "layout": layout, "H": H, "B": B, "T": T}
-    name = case_name(**keys, ranks=RANKS, A="0.8" if forgets else "1")
+    name = case_name(**keys, ranks=ranks, A="0.8" if forgets else "1")
     # Other lengths would write the same rows, of another prediction.
-    predicts = layout == "diagonal" and forgets and device == "cuda" and T * RANKS == PREDICTED_STEPS
+    predicts = layout == "diagonal" and forgets and device == "cuda" and T * ranks == PREDICTED_STEPS
 
     def run(results: Results) -> list[dict[str, str]]:
         shape = (T, B, H) if layout == "diagonal" else (T, B, H, H)
@@ -111,7 +112,7 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
         if layout == "dense":
             A = A / H
         inputs = [A.requires_grad_(), torch.randn(T, B, H, device=device, requires_grad=True)]
-        group = StandIn(RANKS // 2, RANKS)
+        group = StandIn(ranks // 2, ranks)
         rows = []
         try:
             over: Callable[..., Tensor] = lambda A, b: wd.linear_scan(A, b, group=group)  # noqa: E731
@@ -144,22 +145,19 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
         finally:
             group.close()
         if predicts:
-            rows += predicted_rows(results, rows[0], {**keys, "T": PREDICTED_STEPS})
+            rows.append(predicted_row(results, rows[0], {**keys, "T": PREDICTED_STEPS}, ranks))
         return rows
 
     return Entry(name, ("forward", "forward_backward", "host_forward", *(["forward_of_many"] if predicts else [])), run)
 
 
-def predicted_rows(results: Results, part: dict[str, str], keys: dict[str, Any]) -> list[dict[str, str]]:
-    """What 8 and 64 ranks are predicted to take for PREDICTED_STEPS, by a measured part, beside the work alone: the
-    ratio is the efficiency."""
-    scale, rows = 1e-3 * PREDICTED_STEPS / int(parse_case(part["case"])["T"]), []
-    alone, ranks = float(part["peer_value"]), float(part["weft"])
-    for count in (8, 64):
-        said = wd.predict(alone * scale, count, 8 * keys["B"] * keys["H"], fixup=max(ranks - alone, 0.0) / 1e3)
-        name = case_name(**keys, ranks=count, A="0.8")
-        rows.append(results.put(name, "forward_of_many", "ms", 1e3 * said.seconds, "work_alone", 1e3 * said.local))
-    return rows
+def predicted_row(results: Results, part: dict[str, str], keys: dict[str, Any], ranks: int) -> dict[str, str]:
+    """What so many ranks are predicted to take for PREDICTED_STEPS, by the measured part of one of them, beside the
+    work alone: the ratio is the efficiency."""
+    alone, took = float(part["peer_value"]) / 1e3, float(part["weft"]) / 1e3
+    said = wd.predict(alone * ranks, ranks, 8 * keys["B"] * keys["H"], fixup=max(took - alone, 0.0))
+    name = case_name(**keys, ranks=ranks, A="0.8")
+    return results.put(name, "forward_of_many", "ms", 1e3 * said.seconds, "work_alone", 1e3 * said.local)
 
 
 def layer_entry(device: str, cell: str, inputs: int, H: int, B: int, T: int, metric: str) -> Entry:
@@ -209,6 +207,7 @@ def slice_entries(device: str) -> list[Entry]:
         slice_entry(device, "diagonal", 1536, 8, 2048, True),
         slice_entry(device, "diagonal", 1536, 8, 131072, True),
         slice_entry(device, "diagonal", 1536, 8, 131072, False),
+        *(slice_entry(device, "diagonal", 1536, 8, T, True, ranks) for ranks, T in SHARES.items()),
         slice_entry(device, "dense", 20, 16, 30000, True),
         *(layer_entry(device, cell, 20, 20, 16, 30000, "backward") for cell in ("RNN", "GRU", "LSTM")),
         layer_entry(device, "MinGRU", 512, 1536, 8, 16384, "forward_backward"),

@@ -190,9 +190,14 @@ def test_what_ranks_are_predicted_to_give(tmp_path):
     rows = [row(case.format(T), "forward", T / 20000, T / 20480, peer="one_rank") for T in (2048, 131072)]
     part = figures.measured_part(rows)
     assert part is rows[1] and figures.measured_part(rows[:0]) is None
-    strong, weak = figures.predictions(part)
+    mending = figures.fixups(rows, part["gpu"])
+    assert mending == {8: pytest.approx(131072e-3 / 20000 - 6.4e-3)} and figures.fixups(rows, "another") == {}
+    strong, weak = figures.predictions(part, mending)
     assert strong[0].efficiency == weak[0] == 1 and strong[0].seconds == 8 * 6.4e-3
     assert 0.99 > strong[3].efficiency > strong[10].efficiency and weak[10] > strong[10].efficiency
+    of_more = figures.predictions(part, {8: 1e-3, 1024: 3e-3})[0]
+    assert [p.fixup for p in of_more[2:4]] == [1e-3, 1e-3] and of_more[10].fixup == 3e-3
+    assert of_more[9].fixup == pytest.approx(1e-3 + 2e-3 * 504 / 1016)
     text = figures.page({"ranks": rows}, tmp_path)
     assert text[0] == f".. image:: ../{tmp_path.name}/ranks_scaling.svg" and "one rank: 6.4 ms" in text[1]
     assert "Predicted" in (tmp_path / "ranks_scaling.svg").read_text() and figures.page({}, tmp_path) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 import weft.distributed as wd
 
 from benchmarks.common import parse_case
@@ -21,9 +22,10 @@ def page(results: Results, folder: Path) -> list[str]:
     rows = results.get("ranks", ())
     parts = []
     if part := measured_part(rows):
-        draw_scaling(part, measured(rows, part["gpu"]), folder / "ranks_scaling.svg")
+        gpu = part["gpu"]
+        draw_scaling(part, fixups(rows, gpu), measured(rows, gpu), folder / "ranks_scaling.svg")
         parts.append(image(folder / "ranks_scaling.svg"))
-        if weak := measured_weak(rows, part["gpu"]):
+        if weak := measured_weak(rows, gpu):
             draw_weak(weak, folder / "ranks_weak_scaling.svg")
             parts.append(image(folder / "ranks_weak_scaling.svg"))
     return [*parts, rst_tables(rows)] if rows else []
@@ -112,20 +114,33 @@ def draw_weak(found: dict[str, dict[int, float]], path: Path) -> None:
     save(figure, path)
 
 
-def predictions(part: Row, steps: int = STEPS) -> tuple[list[wd.Prediction], list[float]]:
-    """One sequence of so many steps over RANKS ranks, and the efficiency where each rank has a slice as measured."""
+def fixups(rows: Rows, gpu: str) -> dict[int, float]:
+    """Seconds of what a rank does once it knows the state that comes in, by the number of ranks; of the longest slice
+    that was measured of each."""
+    found: dict[int, tuple[int, float]] = {}
+    for keys, row in _scans(rows, "ranks"):
+        if row["gpu"] == gpu:
+            more = max(float(row["weft"]) - float(row["peer_value"]), 0.0) / 1e3
+            ranks = int(keys["ranks"])
+            found[ranks] = max(found.get(ranks, (0, 0.0)), (int(keys["T"]), more))
+    return {ranks: more for ranks, (_, more) in sorted(found.items())}
+
+
+def predictions(part: Row, mending: dict[int, float], steps: int = STEPS) -> tuple[list[wd.Prediction], list[float]]:
+    """One sequence of so many steps over RANKS ranks, and the efficiency where each rank has a slice as measured.
+    `mending`: of :func:`fixups`; numbers between two that were measured are on a line."""
     keys = parse_case(part["case"])
-    alone, ranks = float(part["peer_value"]) / 1e3, float(part["weft"]) / 1e3
-    fixup, sent = max(ranks - alone, 0.0), 8 * int(keys["B"]) * int(keys["H"])
-    strong = [wd.predict(alone * steps / int(keys["T"]), n, sent, fixup=fixup) for n in RANKS]
-    weak = [wd.predict(alone * n, n, sent, fixup=fixup).efficiency for n in RANKS]
+    alone, sent = float(part["peer_value"]) / 1e3, 8 * int(keys["B"]) * int(keys["H"])
+    after = {n: float(np.interp(n, list(mending), list(mending.values()))) for n in RANKS}
+    strong = [wd.predict(alone * steps / int(keys["T"]), n, sent, fixup=after[n]) for n in RANKS]
+    weak = [wd.predict(alone * n, n, sent, fixup=after[n]).efficiency for n in RANKS]
     return strong, weak
 
 
-def draw_scaling(part: Row, found: list[Measured], path: Path) -> None:
+def draw_scaling(part: Row, mending: dict[int, float], found: list[Measured], path: Path) -> None:
     alike = same_sequence(found) if found else []
     steps = alike[0].steps if found else STEPS
-    strong, weak = predictions(part, steps)
+    strong, weak = predictions(part, mending, steps)
     keys = parse_case(part["case"])
     figure, (times, efficiency) = plt.subplots(1, 2, figsize=(8.4, 3.4))
     times.plot(RANKS, [1e3 * p.seconds for p in strong], color=WEFT_COLOR, label="predicted")
