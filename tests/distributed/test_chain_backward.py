@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import weft.distributed as wd
+from weft._distributed.group import GroupRanks
 from weft.scan import chain_backward
 
 from tests.common import BOUNDS, assert_close
@@ -79,6 +80,19 @@ def _far(rank: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["linear", "blelloch"])
 def test_products_beyond_the_range(team: Team, schedule: str) -> None:
     team.run(_far, schedule)
+
+
+def _rounds(rank: int) -> int:
+    calls, original = [], GroupRanks.shift
+    J = torch.randn(2, 3, 3, dtype=torch.float64).to(device())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupRanks, "shift", lambda *arguments: calls.append(0) or original(*arguments))
+        wd.chain_backward(J[0] if rank == 0 else None, [J[1]], schedule="blelloch")
+    return len(calls)
+
+
+def test_products_are_scanned_in_as_many_rounds_as_the_ranks_have_digits(team: Team) -> None:
+    assert set(team.run(_rounds)) == {(team.size - 1).bit_length()}
 
 
 def _refused(rank: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .group import Ranks, check_alike, check_tensor, ranks_of
-from .totals import apply_scaled, columns_of
+from .totals import columns_of, multiplied
 
 __all__ = ["chain_backward"]
 
@@ -43,9 +43,9 @@ def chain_backward(
             has those next to the loss, each other rank those that follow. There may be none.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
         schedule: "linear" hands the gradient from rank to rank, in as many rounds as there are ranks less one;
-            "blelloch" multiplies each rank's Jacobians, gathers the products, takes the gradient through those of the
-            ranks before and replays its own, which costs as many products of matrix and vector as the gradient has
-            elements, and is there for comparison. "auto", the default, is "linear".
+            "blelloch" multiplies each rank's Jacobians, scans the products over ranks in ceil(log2 ranks) rounds and
+            replays its own, which costs as many products of matrix and vector as the gradient has elements, and is
+            there for comparison. "auto", the default, is "linear".
 
     Returns:
         This rank's gradients: the one that enters, then one after each Jacobian. Their derivatives are those of the
@@ -207,24 +207,33 @@ def _handed(chain: _Chain, x: Tensor, source: int, width: int) -> Tensor:
 
 
 def _through_products(chain: _Chain, entering: Tensor, matrices: list[Tensor]) -> Tensor:
-    """The gradient that enters this rank, by the products of the ranks before it."""
-    ranks, most = chain.ranks, max(chain.widths)
+    """The gradient that enters this rank. Every rank multiplies what it has, the first one with the gradient, and the
+    products are scanned in ceil(log2 ranks) rounds: in each a rank sends what the ranks so far come to, the `reach` up
+    to itself, to the one `reach` further on."""
+    ranks, widths, most = chain.ranks, chain.widths, max(chain.widths)
     rank = ranks.rank
-    own = torch.eye(chain.widths[rank], device=entering.device, dtype=torch.float64).unsqueeze(0)
-    own, exponents = columns_of(own)
+    # A gradient is a matrix of one column.
+    start = entering.unsqueeze(-1) if rank == 0 else torch.eye(widths[rank], device=entering.device).unsqueeze(0)
+    own = columns_of(start.double())
     for J in matrices:
-        own, more = columns_of(J.double() @ own)
-        exponents = exponents + more
-    # Columns and their exponents, and below them the first rank's gradient.
-    message = entering.new_zeros(chain.batch, most + 2, most, dtype=torch.float64)
-    message[:, : own.size(-2), : own.size(-1)] = own
-    message[:, most, : own.size(-1)] = exponents.squeeze(-2).double()
-    message[:, most + 1, : chain.widths[rank]] = entering.double()
-    told = ranks.gather(message)
-    vector, shift = told[0, :, most + 1, : chain.widths[0]].unsqueeze(-1), torch.zeros((), dtype=torch.int64)
-    scale = shift.to(entering.device)
-    for before in range(rank):
-        rows, columns = chain.widths[before + 1], chain.widths[before]
-        product = told[before, :, :rows, :columns]
-        vector, scale = apply_scaled(product, told[before, :, most : most + 1, :columns].long(), vector, scale)
+        product, more = columns_of(J.double() @ own[0])
+        own = product, own[1] + more
+    before: tuple[Tensor, Tensor] | None = None
+    reach = 1
+    while reach < ranks.size:
+        product, exponents = own if before is None else multiplied(*own, *before)
+        message = entering.new_zeros(chain.batch, most + 1, most, dtype=torch.float64)
+        message[:, : product.size(-2), : product.size(-1)] = product
+        message[:, most, : product.size(-1)] = exponents.squeeze(-2).double()
+        came = ranks.shift(message, reach)
+        if came is not None:
+            sender = rank - reach
+            first = max(sender - reach + 1, 0)
+            rows, columns = widths[sender + 1], 1 if first == 0 else widths[first]
+            further = came[:, :rows, :columns], came[:, most:, :columns].long()
+            before = further if before is None else multiplied(*before, *further)
+        reach *= 2
+    if before is None:
+        return entering
+    vector, scale = before
     return torch.ldexp(vector, scale.clamp(-1000, 1000)).squeeze(-1).to(entering.dtype)

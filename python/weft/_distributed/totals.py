@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["apply_scaled", "columns_of", "pack", "product_of_steps", "scaled", "unpack"]
+__all__ = ["columns_of", "multiplied", "pack", "product_of_steps", "scaled", "unpack"]
 
 _NEVER = -(1 << 40)
 """The exponent of a zero: below every other."""
@@ -111,7 +111,7 @@ def columns_of(t: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dense_product(A: Tensor) -> tuple[Tensor, Tensor]:
     """Of matrices (T, B, H, H), the last leftmost. Columns carry exponents, as each says what becomes of one component
-    of the state; row r of the earlier matrix meets column r of the later one and takes its exponent."""
+    of the state."""
     t = A.double()
     if A.dtype != torch.float64:  # products of four are within the range of float64
         for _ in range(2):
@@ -120,20 +120,19 @@ def _dense_product(A: Tensor) -> tuple[Tensor, Tensor]:
     t, e = columns_of(t)
     while t.size(0) > 1:
         even = t.size(0) // 2 * 2
-        earlier, later = t[0:even:2], t[1:even:2]
-        earlier_e, rows = e[0:even:2], e[1:even:2].mT
-        largest = (scaled(earlier)[1] + rows).amax(-2, keepdim=True).clamp_min(-(1 << 39))
-        products, more = columns_of(later @ _ldexp(earlier, rows - largest))
-        t, e = torch.cat((products, t[even:])), torch.cat((earlier_e + largest + more, e[even:]))
+        products, exponents = multiplied(t[1:even:2], e[1:even:2], t[0:even:2], e[0:even:2])
+        t, e = torch.cat((products, t[even:])), torch.cat((exponents, e[even:]))
     m, own = scaled(t.squeeze(0))
     return m, own + e.squeeze(0)
 
 
-def apply_scaled(matrix: Tensor, e: Tensor, vector: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(matrix 2^e) (vector 2^scale) as a vector (B, rows, 1), and its exponent (B, 1, 1), for matrices (B, rows,
-    columns) whose columns have exponents e (B, 1, columns)."""
-    largest = (scaled(vector)[1] + e.mT).amax(-2, keepdim=True).clamp_min(-(1 << 39))
-    return matrix @ _ldexp(vector, e.mT - largest), scale + largest
+def multiplied(later: Tensor, rows: Tensor, earlier: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of two matrices of columns_of, and its exponents likewise: row r of the earlier one meets column r of
+    the later one and takes its exponent, of `rows`."""
+    rows = rows.mT
+    largest = (scaled(earlier)[1] + rows).amax(-2, keepdim=True).clamp_min(-(1 << 39))
+    product, more = columns_of(later @ _ldexp(earlier, rows - largest))
+    return product, e + largest + more
 
 
 def _layout(dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
