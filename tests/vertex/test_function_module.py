@@ -355,6 +355,18 @@ def test_graphs_on_their_way_to_a_device_are_planned_for_the_functions_last_used
     assert not ternary._plans
 
 
+def test_typed_graphs_that_are_planned_for_groups_are_known_to_fit(monkeypatch):
+    kinds = (schedule.Kind(()), schedule.Kind((0, 1)))
+    planner = schedule.Planner(kinds, {"leaf": 0, "inner": 1})
+    other = schedule.Planner(kinds, {"leaf": 0, "inner": 1, "root": 1})
+    typed = weft.Graphs.batch([BINARY.with_types(["leaf", "leaf", "inner"])] * 2)
+    planner.plan(typed, 2)
+    monkeypatch.setattr(schedule._C, "first_beyond", None)  # which looks at every vertex
+    assert planner.fits(typed)
+    with pytest.raises(TypeError):
+        other.fits(typed)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("executor", ["batched", "persistent"])
 def test_graphs_are_sent_with_their_schedules(executor, monkeypatch):

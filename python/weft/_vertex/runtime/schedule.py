@@ -208,7 +208,7 @@ class Planner:
         """Whether there is a schedule: every type has a function, which gathers all slots in use."""
         if self._limit is not None:
             return graphs._core.num_slots <= self._limit
-        if self.key in graphs._plans:
+        if any(key[: len(self.key)] == self.key for key in graphs._plans):  # for some number of groups
             return True
         kinds, kind_of = self.kinds, self.kind_of
         if graphs._names is None or not kind_of.keys() >= {*graphs._names}:
