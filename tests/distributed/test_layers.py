@@ -17,7 +17,9 @@ from torch.distributed import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
 from weft._distributed.halves import halved
 
+from benchmarks.common import captured
 from tests.common import assert_close, pairs
+from tests.distributed.conftest import ON_GPUS
 from tests.distributed.team import Team, dealt, device
 
 UNEVEN = [5, 1, 0, 7]
@@ -226,6 +228,70 @@ def _rounds(rank: int, forgets: bool) -> int:
 def test_rounds(team: Team) -> None:
     assert set(team.run(_rounds, True)) == {2}, "a net that forgets walks, tells, looks again and is done"
     assert set(team.run(_rounds, False)) == {team.size}, "else one round for each rank"
+
+
+def _used_twice(rank: int, kind: str, in_halves: bool) -> None:
+    """A layer on two sequences in one graph, and that graph gone back twice."""
+    dtype = torch.float32 if in_halves else torch.float64
+    layer, sizes = make(kind, dtype), dealt(UNEVEN)
+    whole = [torch.randn(13, 2, 4, dtype=dtype).to(device()) for _ in range(2)]
+
+    def gradients(inputs: list[Tensor]) -> list[list[Tensor]]:
+        leaves = [*(x.clone().requires_grad_() for x in inputs), *layer.parameters()]
+        loss = sum((k + 1) * layer(x)[0].square().sum() for k, x in enumerate(leaves[:2]))
+        return [list(torch.autograd.grad(loss, leaves, retain_graph=True)) for _ in range(2)]
+
+    want, _ = gradients(whole)
+    there = "cpu" in halved
+    if in_halves:
+        halved.add("cpu")
+    try:
+        wd.shard_time(layer)
+        once, again = gradients([x.split(sizes)[rank] for x in whole])
+    finally:
+        if not there:
+            halved.discard("cpu")
+    assert all(map(torch.equal, once, again))
+    bound = 2e-5 if in_halves else 1e-12
+    for got, wanted in zip(once[:2], want[:2], strict=True):
+        assert_close(got, wanted.split(sizes)[rank], bound)
+    for got, wanted in zip(once[2:], want[2:], strict=True):
+        dist.all_reduce(got := got.contiguous())  # as NCCL wants it
+        assert_close(got, wanted, bound)
+
+
+@pytest.mark.parametrize("kind", ["MinGRU", "RNN", "LSTM", "ParaGRU"])
+def test_a_layer_that_is_used_twice(team: Team, kind: str) -> None:
+    team.run(_used_twice, kind, False)
+    if kind in ("RNN", "LSTM"):
+        team.run(_used_twice, kind, True)
+
+
+def _captured(rank: int, kind: str, options: dict) -> None:
+    """A CUDA graph of a layer's forward and backward pass, replayed on other numbers."""
+    layer = wd.shard_time(make(kind, torch.float32, **options))
+    x = torch.randn(70, 2, 4).to(device()).split(dealt([30, 20, 0, 20]))[rank].clone()
+
+    def step() -> list[Tensor]:
+        leaves = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+        names = [name for name, _ in layer.named_parameters()]
+        output = torch.func.functional_call(layer, dict(zip(names, leaves, strict=True)), (x,))[0]
+        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+    replay = captured(step)
+    for _ in range(2):
+        x.mul_(0.9)
+        found = [t.clone() for t in replay()]
+        for one, other in zip(found, step(), strict=True):
+            assert torch.equal(one, other)
+
+
+@ON_GPUS[0]
+@ON_GPUS[1]
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+@pytest.mark.parametrize("kind", ["MinGRU", "MinLSTM"])
+def test_a_captured_layer_is_an_eager_one(gpu_team: Team, kind: str, options: dict) -> None:
+    gpu_team.run(_captured, kind, options)
 
 
 def _unbatched(rank: int) -> None:
