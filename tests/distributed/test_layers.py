@@ -482,6 +482,34 @@ def test_refused(cpu_team: Team) -> None:
     cpu_team.run(_refused)
 
 
+def _heads_and_tails(rank: int) -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    mesh, whole = init_device_mesh("cpu", (4,)), torch.randn(16, 2, 4)
+    layers = [wd.shard_time(make(kind, torch.float32), mesh) for kind in ("GRU", "MinGRU", "ParaGRU")]
+    for balances in (True, False):
+        own = whole.clone()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_cp_options, "enable_load_balance", balances)
+            with context_parallel(mesh, buffers=[own], buffer_seq_dims=[0]):
+                assert len(own) == 4 and torch.equal(own, whole[4 * rank : 4 * rank + 4]) is not balances
+                for layer in layers:
+                    if balances:
+                        with pytest.raises(ValueError, match=r"GRU: slices must be contiguous and in order of rank"):
+                            layer(own)
+                        with pytest.raises(ValueError, match=r"^linear_scan: slices must be contiguous"):
+                            wd.linear_scan(own, own)
+                    else:
+                        layer(own)
+        layers[0](own[:4])  # outside of it nothing is known
+    assert torch.equal(own, whole)
+
+
+def test_heads_and_tails_are_refused_where_they_can_be_seen(cpu_team: Team) -> None:
+    cpu_team.run(_heads_and_tails)
+
+
 def _twice_differentiated(rank: int) -> None:
     layer = wd.shard_time(make("GRU"))
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)

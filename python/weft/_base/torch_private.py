@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -27,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "any_autocast",
     "autograd_inside_an_op",
+    "balances_attention",
     "below_autocast",
     "constant_when_compiled",
     "device_sleep",
@@ -156,6 +158,16 @@ def functional_collectives():
     import torch.distributed._functional_collectives
 
     return torch.ops._c10d_functional
+
+
+def balances_attention() -> bool:
+    """Whether torch's context_parallel is entered and balances loads: then a rank has a piece of a sequence's head and
+    one of its tail."""
+    attention = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if attention is None:
+        return False
+    replaced = torch.nn.functional.scaled_dot_product_attention in getattr(attention, "_replaced_functions", {})
+    return replaced and getattr(getattr(attention, "_cp_options", None), "enable_load_balance", False)
 
 
 def group_named(name: str):

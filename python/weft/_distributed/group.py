@@ -14,9 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .._base.torch_private import functional_collectives, group_named
+from .._base.torch_private import balances_attention, functional_collectives, group_named
 
-__all__ = ["Ranks", "check_alike", "check_own", "check_tensor", "checks_ranks", "known", "ranks_named", "ranks_of"]
+__all__ = [
+    "Ranks",
+    "check_alike",
+    "check_order",
+    "check_own",
+    "check_tensor",
+    "checks_ranks",
+    "known",
+    "ranks_named",
+    "ranks_of",
+]
 
 _collectives = functional_collectives()
 _all_gather = _collectives.all_gather_into_tensor.default
@@ -187,6 +197,16 @@ def check_own(op: str, name: str, value: Tensor) -> None:
 
         if isinstance(value, DTensor):
             raise TypeError(f"{op}: {name} must be this rank's own Tensor, got a DTensor: its to_local() is one")
+
+
+def check_order(op: str) -> None:
+    """ValueError where slices are known to be none."""
+    if not torch.compiler.is_compiling() and balances_attention():
+        raise ValueError(
+            f"{op}: slices must be contiguous and in order of rank, but torch's context_parallel, inside of which this "
+            "is, balances loads: a rank has a piece of the sequence's head and one of its tail. Switch that off, or "
+            "leave it first"
+        )
 
 
 def checks_ranks() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._base.over_ranks import TakesSlices
 from .._rnn import takes_halves
-from .group import Ranks, check_alike, check_own, ranks_of
+from .group import Ranks, check_alike, check_order, check_own, ranks_of
 from .halves import halved
 from .pointwise import PointwiseWalk, walk_pointwise
 from .recurrent import Direction, walk_slices
@@ -44,7 +44,7 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
         TypeError: module is no module, or group is none. A layer raises it for a DTensor.
         ValueError: a mesh has several dimensions; inside is a torch.nn.RNN, GRU or LSTM, which
             :func:`weft.accelerate` would replace, a layer with projections or of several heads, an LRU, S5 or SLSTM. A
-            layer raises it for a PackedSequence.
+            layer raises it for a PackedSequence, and inside of torch's context_parallel where that balances loads.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
     """
     if not isinstance(module, torch.nn.Module):
@@ -115,6 +115,7 @@ class OverRanks:
 
     def check(self, name: str, B: int, H: int, input: Tensor) -> None:
         """Before an RNN, GRU or LSTM exchanges anything; input is of the dtype that it runs in."""
+        check_order(name)
         check_alike(self.ranks, name, {"B": B, "H": H, "dtype": input.dtype})
         self.ranks.check_device(name, input)
 

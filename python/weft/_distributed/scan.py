@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from .._base.torch_private import is_eager
 from .exchanging import run, run_together
-from .group import Ranks, check_alike, check_tensor, checks_ranks, ranks_of
+from .group import Ranks, check_alike, check_order, check_tensor, checks_ranks, ranks_of
 from .own_slice import Slice, applied, canonical, is_sliced_diagonal, is_varying
 from .pairs import in_pairs
 from .slice_scan import begun_and_finished, is_begun_and_finished, scan, scan_backward
@@ -77,7 +77,8 @@ def linear_scan(
 
     Raises:
         TypeError: an argument is no tensor, has another dtype, or dtypes differ; the group is none.
-        ValueError: shapes do not fit; a mesh has several dimensions; with WEFT_CHECK_RANKS=1 also where ranks differ.
+        ValueError: shapes do not fit; a mesh has several dimensions; slices are known to be heads and tails, inside of
+            torch's context_parallel; with WEFT_CHECK_RANKS=1 also where ranks differ.
         RuntimeError: devices differ; torch.distributed is not initialised, this process is not in the group, or the
             group's backend does not take the tensors' device.
     """
@@ -148,6 +149,7 @@ def _checked(op: str, A: Tensor, b: Tensor, x0: Tensor | None, part: Slice) -> t
     """What is scanned, in the dtype that it is scanned in."""
     ranks, reverse, transpose = part
     dtype = b.dtype
+    check_order(op)
     if checks_ranks():
         check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
