@@ -212,11 +212,12 @@ def measure(
     repeats: int = 10,
     at_most: float = 1.0,
     spread: float = 0.0,
+    blocks: int = 2,
 ) -> dict[str, float]:
     """Median time of each candidate in milliseconds, warm: as in a training loop, a step follows its like.
 
-    Each candidate has two blocks of rounds, in turns, so that a drift of the machine meets all of them; every block
-    starts with its own warm-up.
+    Each candidate has blocks of rounds, in turns, so that a drift of the machine meets all of them; every block starts
+    with its own warm-up.
 
     Args:
         candidates: by name.
@@ -227,20 +228,21 @@ def measure(
             ``--seconds`` says.
         spread: no round beyond `repeats` is started either where the counted ones of a candidate differ by no more
             than this part of their median.
+        blocks: of a candidate.
     """
     at_most = min(at_most, _longest)
     times: dict[str, list[float]] = {name: [] for name in candidates}
     enabled = gc.isenabled()
     gc.disable()  # a collection in the middle of one candidate's run would be charged to it
     try:
-        for block in (1, 2):
+        for block in range(1, blocks + 1):
             for name, candidate in candidates.items():
                 for _ in range(warmup):
                     _time_once(candidate, device)
-                start, least, most = time.perf_counter(), block * repeats / 2, block * 5 * repeats / 2
+                start, least, most = time.perf_counter(), block * repeats / blocks, block * 5 * repeats / blocks
                 counted = times[name]
                 while len(counted) < least or (
-                    len(counted) < most and time.perf_counter() - start < at_most / 2 and _spread(counted) > spread
+                    len(counted) < most and time.perf_counter() - start < at_most / blocks and _spread(counted) > spread
                 ):
                     counted.append(_time_once(candidate, device))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import os
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def test_candidates_take_turns():
     times = common.measure(candidates, "cpu", warmup=1, repeats=2, at_most=0.0)
     assert order == (["A", "a"] * 2 + ["B", "b"] * 2) * 2
     assert set(times) == {"a", "b"}
+    order.clear()
+    common.measure(candidates, "cpu", warmup=0, repeats=4, at_most=0.0, blocks=4)
+    assert order == ["A", "a", "B", "b"] * 4
+
+
+def test_rounds_end_where_they_agree(monkeypatch):
+    took = itertools.cycle([1.0, 1.01, 1.02])
+    counted = []
+    monkeypatch.setattr(common, "_time_once", lambda candidate, device: counted.append(next(took)) or counted[-1])
+    measured = {}
+    for spread in (0.05, 0.001):
+        counted.clear()
+        common.measure({"a": common.Candidate(None)}, "cpu", warmup=0, repeats=4, spread=spread)
+        measured[spread] = len(counted)
+    assert measured == {0.05: 4, 0.001: 20}
 
 
 def test_the_command_line_says_where_and_how_long(monkeypatch):
