@@ -412,7 +412,8 @@ class TestEmulated:
 
     def test_a_bad_channel_of_gradients_stays_alone(self, mending: _Library, dtype: torch.dtype) -> None:
         """Bit by bit in its neighbours, also where it is walked in another way."""
-        T, H = 200, 8 if mending.H % 8 == 0 else 5
+        walks = mending.H % 8 == 0
+        T, H = 200, 8 if walks else 5
         A, b, x0 = self.problem("remembers", T, 2, H, dtype)
         x = linear_scan(A, b, x0)
         results = []
@@ -420,13 +421,16 @@ class TestEmulated:
             factors, left = A.clone(), torch.ones(2, H).to(dtype)
             if spoilt:
                 factors[50, 1, 2], left[0, 3] = torch.inf, 1e-36
+                # Of nothing, an infinite factor makes nothing where a lane walks.
+                factors[60:65, 1, 4], factors[70, 1, 4] = 0, torch.inf
             grad_A, grad_b = (torch.full_like(b, 0.5) for _ in range(2))
             following = torch.cat((x[1:], x0.unsqueeze(0)))
             pointers = [factors, left, None, grad_b, following, x0, grad_A]
             mending(1, dtype == torch.float64, 1, [T, 2, H, 2 * H, H], pointers)
             results.append((grad_A, grad_b))
         for clean, found in zip(*results, strict=True):
-            for row, channel in ((1, 2), (0, 3)):
+            assert not walks or found[100:, 1, 4].isfinite().all()
+            for row, channel in ((1, 2), (0, 3), (1, 4)):
                 assert not torch.equal(found[:, row, channel], clean[:, row, channel])
                 found[:, row, channel] = clean[:, row, channel]
             assert torch.equal(found, clean)

@@ -227,6 +227,9 @@ WEFT_HOST_DEVICE double unpack_product(typename Packed<T>::Number number) {
   return bits < 0 ? -u.number : u.number;
 }
 
+// Whose messages are read before what they say is used: a channel's numbers lie far apart, and each is waited for.
+constexpr int kRanksAhead = 8;
+
 // The states between slices of one channel: its products and values are `stride` numbers apart from rank to rank.
 template <typename T>
 WEFT_HOST_DEVICE void carry_between_slices(const SliceStates& s, int64_t channel) {
@@ -234,18 +237,28 @@ WEFT_HOST_DEVICE void carry_between_slices(const SliceStates& s, int64_t channel
   const int64_t channels = s.B * s.H;
   double state = 0;
   bool came = false;
-  for (int64_t i = 0; i < s.ranks; ++i) {
-    const Number* const message = s.message<Number>(i);
-    if (i == s.order) {
-      static_cast<T*>(s.entered)[channel] = T(state);
-      if (channel == 0) *s.came = came;
+  for (int64_t first = 0; first < s.ranks; first += kRanksAhead) {
+    Number products[kRanksAhead];
+    T values[kRanksAhead];
+    bool leaves[kRanksAhead];
+    for (int k = 0; k < kRanksAhead; ++k) {
+      const Number* const message = s.message<Number>(first + k < s.ranks ? first + k : s.ranks - 1);
+      products[k] = message[channel];
+      __builtin_memcpy(values + k, message + channels + channel, sizeof(T));
+      leaves[k] = message[2 * channels] != 0;
     }
-    const double product = came ? unpack_product<T>(message[channel]) : 0.0;
-    s.products[i * channels + channel] = product;
-    T value;
-    __builtin_memcpy(&value, message + channels + channel, sizeof(T));
-    state = came ? product * state + double(value) : double(value);
-    came = came || message[2 * channels] != 0;
+    for (int k = 0; k < kRanksAhead; ++k) {
+      const int64_t i = first + k;
+      if (i >= s.ranks) break;
+      if (i == s.order) {
+        static_cast<T*>(s.entered)[channel] = T(state);
+        if (channel == 0) *s.came = came;
+      }
+      const double product = came ? unpack_product<T>(products[k]) : 0.0;
+      s.products[i * channels + channel] = product;
+      state = came ? product * state + double(values[k]) : double(values[k]);
+      came = came || leaves[k];
+    }
   }
   static_cast<T*>(s.end)[channel] = T(state);
 }
@@ -256,9 +269,16 @@ WEFT_HOST_DEVICE void carry_back_between_slices(const SliceGradients& s, int64_t
   const int64_t channels = s.B * s.H;
   double state = 0;
   for (int64_t i = 0; s.shares && i < s.ranks; ++i) state += double(s.message<T>(i)[channels + channel]);
-  for (int64_t i = s.ranks - 1; i > s.order; --i) {
-    const double value = double(s.message<T>(i)[channel]);
-    state = s.enters(i) ? s.products[i * channels + channel] * state + value : value;
+  for (int64_t last = s.ranks - 1; last > s.order; last -= kRanksAhead) {
+    double products[kRanksAhead], values[kRanksAhead];
+    for (int k = 0; k < kRanksAhead; ++k) {
+      const int64_t i = last - k > s.order ? last - k : last;
+      products[k] = s.products[i * channels + channel], values[k] = double(s.message<T>(i)[channel]);
+    }
+    for (int k = 0; k < kRanksAhead; ++k) {
+      if (last - k <= s.order) break;
+      state = s.enters(last - k) ? products[k] * state + values[k] : values[k];
+    }
   }
   static_cast<T*>(s.left)[channel] = T(state);
 }

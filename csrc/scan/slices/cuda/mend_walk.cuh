@@ -8,8 +8,7 @@
 // Registers: v, in double, which neither leaves its range before a float does nor adds roundings of its own. Of nothing
 //   an infinite A makes nothing.
 // Gradients of floats: a step's product in double, between two conversions, is 90 ns that a warp waits, longer than the
-//   memory needs. Within a stage v therefore goes on in float, where it stays in the middle of the range, and from
-//   stage to stage by the product of the stage's A in double.
+//   memory needs. Where v stays in the middle of the range, it is therefore the sum of two floats.
 #pragma once
 #include "scan/linear/cuda/diagonal_walk.cuh"
 #include "scan/slices/cuda/mend_walk.h"
@@ -23,7 +22,8 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   using W = WalkShape<S, kGradients, true>;
   using T = acc_t<S>;
   using Number = typename Packed<T>::Number;
-  constexpr T kSmallest = T(0x1p-100);  // above it nothing is lost to where a float ends
+  constexpr bool kPairs = kGradients && sizeof(T) == 4;
+  constexpr T kSmallest = T(0x1p-60);  // above it nothing is lost to where a float ends, of the second one either
   constexpr int kChannels = W::kChannels, kSteps = W::kSteps, kStages = W::kStages, kSize = int(sizeof(S));
   struct alignas(W::kLaneBytes) Lane {
     S of[kChannels];
@@ -61,7 +61,18 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   }
   for (int i = 0; comes && i < kStages - 1; ++i) fill(i, i);
   double v[kChannels];
+  [[maybe_unused]] T high[kChannels] = {}, low[kChannels] = {};  // v, where it is not `far` out
+  [[maybe_unused]] bool far[kChannels];
   bool live[kChannels];  // whether v still shows
+  auto make_floats = [&](int c) {
+    if constexpr (kPairs) {
+      high[c] = T(v[c]), low[c] = T(v[c] - double(high[c]));
+      far[c] = !(v[c] == 0 || (fabsf(high[c]) > kSmallest && fabsf(high[c]) < 1 / kSmallest));
+    }
+  };
+  auto make_double = [&](int c) {
+    if (kPairs && !far[c]) v[c] = double(high[c]) + double(low[c]);
+  };
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
     const int64_t channel = row * m.H + h + c;
@@ -74,6 +85,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       }
     }
     v[c] = live[c] ? double(static_cast<const T*>(m.state)[channel]) : 0.0;
+    make_floats(c);
   }
   if (!comes) return;
 
@@ -144,35 +156,33 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       Others other[kSteps];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) a[i] = read(0, i), value[i] = read(1, i), other[i] = previous(i);
-      if constexpr (kGradients && sizeof(T) == 4) {
+      if constexpr (kPairs) {
         Others added[kSteps];
-        bool trusted[kChannels];
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          T now = T(v[c]), least = fabsf(now), largest = least;
+          T now = high[c], now_low = low[c], least = fabsf(now), largest = least;
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) {
             added[i].of[c] = now;
+            const T by = now == 0 ? T(0) : to_acc(a[i].of[c]);
+            const T product = now * by, rest = fmaf(now_low, by, fmaf(now, by, -product));
+            now = product + rest, now_low = rest - (now - product);
             least = fminf(least, fabsf(now)), largest = fmaxf(largest, fabsf(now));
-            now *= to_acc(a[i].of[c]);
           }
-          trusted[c] = v[c] == 0 ? largest == 0 : least > kSmallest && largest < 1 / kSmallest;
-          if (trusted[c]) continue;
+          if (!far[c] && (largest == 0 || (least > kSmallest && largest < 1 / kSmallest))) {
+            high[c] = now, low[c] = now_low;
+            continue;
+          }
+          make_double(c);
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) {
             added[i].of[c] = T(v[c]);
             multiply(c, double(to_acc(a[i].of[c])));
           }
+          make_floats(c);
         }
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) add(added[i], value[i], other[i], true, whole);
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          double product = 1;
-#pragma unroll
-          for (int i = 0; i < kSteps; i += 2) product *= double(to_acc(a[i].of[c])) * double(to_acc(a[i + 1].of[c]));
-          if (trusted[c]) multiply(c, product);
-        }
       } else {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
@@ -190,6 +200,8 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       }
     } else {
       const int last = int(steps) - 1;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) make_double(c);
       for (int i = 0; i < last; ++i) step(read(0, i), read(1, i), previous(i), true, std::false_type{});
       // Without a state before the first step its A has no gradient, also where lambda is not finite.
       const bool exists = kGradients && m.first != nullptr;
@@ -205,7 +217,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       any |= live[c] = live[c] && shows[c];
-      if (!live[c]) v[c] = 0;  // which is in no other's way
+      if (!live[c]) v[c] = high[c] = low[c] = 0, far[c] = false;  // which is in no other's way
     }
     if (!__any_sync(~0u, any)) break;
     place = place + 1 == kStages ? 0 : place + 1;
