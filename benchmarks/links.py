@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 import weft.distributed as wd
+from weft._distributed import rounds
 
 from benchmarks.common import Results, case_name
 
@@ -90,6 +91,14 @@ def fit_link(times: dict[int, float], ranks: int, near: float) -> wd.Link:
     elif slope <= 0:  # or none
         latency, slope = *solved(rows[:, :1]), 1e-15
     return wd.Link(latency, 1 / slope)
+
+
+def gathered_beyond(ranks: int, bytes: int, link: wd.Link) -> float:
+    """Seconds that a gather takes beyond the exchange that :func:`weft.distributed.exchange` finds the cheapest, where
+    a scan gathers all the same, because rounds would keep its host."""
+    if wd.exchange(ranks, bytes, rounds.link).method == "doubling":
+        return 0.0
+    return max(link.latency + (ranks - 1) * bytes / link.bandwidth - wd.exchange(ranks, bytes, link).seconds, 0.0)
 
 
 def put_link(results: Results, device: str, backend: str, ranks: int, times: dict[int, float]) -> list[dict[str, str]]:

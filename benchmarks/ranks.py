@@ -40,7 +40,7 @@ from benchmarks.common import (
     run_entries,
     table_parser,
 )  # fmt: skip
-from benchmarks.links import SWEEPS, put_link, time_gathers
+from benchmarks.links import SWEEPS, gathered_beyond, put_link, time_gathers
 from benchmarks.together import run_together
 
 RANKS = 8
@@ -155,7 +155,9 @@ def predicted_row(results: Results, part: dict[str, str], keys: dict[str, Any], 
     """What so many ranks are predicted to take for PREDICTED_STEPS, by the measured part of one of them, beside the
     work alone: the ratio is the efficiency."""
     alone, took = float(part["peer_value"]) / 1e3, float(part["weft"]) / 1e3
-    said = wd.predict(alone * ranks, ranks, 8 * keys["B"] * keys["H"], fixup=max(took - alone, 0.0))
+    sent = 8 * keys["B"] * keys["H"]
+    fixup = max(took - alone, 0.0) + gathered_beyond(ranks, sent, wd.Link())
+    said = wd.predict(alone * ranks, ranks, sent, fixup=fixup)
     name = case_name(**keys, ranks=ranks, A="0.8")
     return results.put(name, "forward_of_many", "ms", 1e3 * said.seconds, "work_alone", 1e3 * said.local)
 

@@ -11,6 +11,7 @@ import weft.distributed as wd
 
 from benchmarks.common import parse_case
 from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.links import gathered_beyond
 from benchmarks.together import WEAK
 
 RANKS = [2**k for k in range(11)]
@@ -131,7 +132,10 @@ def predictions(part: Row, mending: dict[int, float], steps: int = STEPS) -> tup
     `mending`: of :func:`fixups`; numbers between two that were measured are on a line."""
     keys = parse_case(part["case"])
     alone, sent = float(part["peer_value"]) / 1e3, 8 * int(keys["B"]) * int(keys["H"])
-    after = {n: float(np.interp(n, list(mending), list(mending.values()))) for n in RANKS}
+    after = {
+        n: float(np.interp(n, list(mending), list(mending.values()))) + gathered_beyond(n, sent, wd.Link())
+        for n in RANKS
+    }
     strong = [wd.predict(alone * steps / int(keys["T"]), n, sent, fixup=after[n]) for n in RANKS]
     weak = [wd.predict(alone * n, n, sent, fixup=after[n]).efficiency for n in RANKS]
     return strong, weak

@@ -466,7 +466,7 @@ def _explained_scan(rank: int) -> None:
     assert found.subject == "linear_scan over ranks" and found.algorithm == "diagonal scan"
     assert found.reason.endswith(f"; a slice of {dist.get_world_size()} ranks, with one exchange each way")
     # What is cheaper in rounds: of a dense matrix each rank would hear a lot.
-    A, b = torch.zeros(2, 64, 256, 256, device="meta"), torch.zeros(2, 64, 256, device="meta")
+    A, b = torch.zeros(2, 64, 2048, 2048, device="meta"), torch.zeros(2, 64, 2048, device="meta")
     for options in ({}, {"reverse": True, "transpose": True}):
         found = weft.explain(wd.linear_scan, A, b, **options)
         assert found.reason.endswith("; a slice of 4 ranks, with 2 rounds of exchange each way")
