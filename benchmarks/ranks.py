@@ -14,6 +14,7 @@ import copy
 import functools
 import multiprocessing
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,29 @@ def link_entries() -> list[Entry]:
     return [entry(2), entry(4)]
 
 
+SHORT_STEPS = 4096
+"""Of a diagonal slice, up to which its device waits for its host."""
+_ROUNDS, _SLEEP = 21, 4_000_000
+"""Cycles of a GPU, some two milliseconds, in which the host gives it everything."""
+
+
+def queued_ms(run: Callable[[Any], Any]) -> float:
+    """Median milliseconds of the device alone, which is still busy when the host has given it all of a call."""
+    times = []
+    for turn in range(_ROUNDS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_SLEEP)
+        begin.record()
+        result = run(None)
+        end.record()
+        end.synchronize()
+        del result
+        if turn > 1:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
 def _both(run: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[Any], Any]:
     def step(_: Any) -> None:
         for t in inputs:
@@ -104,6 +128,10 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool,
     name = case_name(**keys, ranks=ranks, A="0.8" if forgets else "1")
     # Other lengths would write the same rows, of another prediction.
     predicts = layout == "diagonal" and forgets and device == "cuda" and T * ranks == PREDICTED_STEPS
+    queues = device == "cuda" and T <= SHORT_STEPS
+    metrics = ["forward", "forward_backward", "host_forward"]
+    metrics += ["forward_queued", "forward_backward_queued"] if queues else []
+    metrics += ["forward_of_many"] if predicts else []
 
     def run(results: Results) -> list[dict[str, str]]:
         shape = (T, B, H) if layout == "diagonal" else (T, B, H, H)
@@ -137,6 +165,9 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool,
                     {"ranks": Candidate(timed(over)), "alone": Candidate(timed(weft.scan.linear_scan))}, device
                 )
                 rows.append(results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"]))
+                if queues:
+                    ours, alone = (queued_ms(timed(run)) for run in (over, weft.scan.linear_scan))
+                    rows.append(results.put(name, f"{metric}_queued", "ms", ours, "one_rank", alone))
             if device == "cuda":
                 ours, alone = (
                     host_us(functools.partial(forward(run), None), 50) for run in (over, weft.scan.linear_scan)
@@ -148,7 +179,7 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool,
             rows.append(predicted_row(results, rows[0], {**keys, "T": PREDICTED_STEPS}, ranks))
         return rows
 
-    return Entry(name, ("forward", "forward_backward", "host_forward", *(["forward_of_many"] if predicts else [])), run)
+    return Entry(name, tuple(metrics), run)
 
 
 def predicted_row(results: Results, part: dict[str, str], keys: dict[str, Any], ranks: int) -> dict[str, str]:
@@ -165,6 +196,7 @@ def predicted_row(results: Results, part: dict[str, str], keys: dict[str, Any], 
 def layer_entry(device: str, cell: str, inputs: int, H: int, B: int, T: int, metric: str) -> Entry:
     """A rank's part of a layer: its backward pass alone, or forward and backward."""
     name = case_name(cell=cell.lower(), device=device, dtype="fp32", H=H, B=B, T=T, ranks=RANKS)
+    queues = device == "cuda" and metric == "backward"
 
     def run(results: Results) -> list[dict[str, str]]:
         group = StandIn(RANKS // 2, RANKS)
@@ -190,11 +222,15 @@ def layer_entry(device: str, cell: str, inputs: int, H: int, B: int, T: int, met
         try:
             sharded = wd.shard_time(copy.deepcopy(alone), group)
             times = measure({"ranks": Candidate(timed(sharded)), "alone": Candidate(timed(alone))}, device)
-            return [results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"])]
+            rows = [results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"])]
+            if queues:
+                ours, one = (queued_ms(timed(layer)) for layer in (sharded, alone))
+                rows.append(results.put(name, f"{metric}_queued", "ms", ours, "one_rank", one))
+            return rows
         finally:
             group.close()
 
-    return Entry(name, (metric,), run)
+    return Entry(name, (metric, f"{metric}_queued") if queues else (metric,), run)
 
 
 def slice_entries(device: str) -> list[Entry]:
