@@ -392,7 +392,7 @@ def test_what_is_made_of_pinned_graphs_serves_all_their_copies(monkeypatch):
     pinned = weft.Graphs.from_children([[[], [], [0, 1]]])
     pinned._pinned = True  # as far as CUDA is not needed
     schedule._prepare(pinned)
-    (plan,), (planned,) = pinned._kept.values(), pinned._plans.values()
+    (plan,), ((planned,),) = pinned._kept.values(), (plans.values() for plans in pinned._plans.values())
     assert plan.planned is planned and planned.pinned is not None
     scripted = plan.scripted(program, 4)
     scripted.pin()

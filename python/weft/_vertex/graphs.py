@@ -54,7 +54,9 @@ class Graphs:
         device: of all tensors above.
     """
 
-    __slots__ = ("__weakref__", "_core", "_device", "_kept", "_names", "_pinned", "_plans", "_tensors", "_types")
+    __slots__ = (
+        "__weakref__", "_core", "_device", "_expected", "_kept", "_names", "_pinned", "_plans", "_tensors", "_types"
+    )  # fmt: skip
 
     _core: _C.Graphs
     _names: tuple[str, ...] | None  # what the core's types are called
@@ -62,7 +64,8 @@ class Graphs:
     _device: torch.device
     _pinned: bool  # tensors are in pinned memory
     _tensors: dict[str, Tensor | Resident]  # made when they are first asked for: most are not
-    _plans: dict[Any, Any]  # planned schedules and what is expected of them, shared by all copies of these graphs
+    _plans: dict[Any, dict[int, Any]]  # schedules, by number of groups, shared by all copies of these graphs
+    _expected: dict[Any, Any]  # what executors are expected to take, likewise
     _kept: dict[Any, Any]  # what executors made of them, here and on the device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:
@@ -330,7 +333,8 @@ class Graphs:
             return self
         if self._device != _CPU:
             torch.empty(0, device=self._device).pin_memory()  # which torch refuses
-        pinned = _new(self._core, self._names, plans=self._plans, pinned=True)
+        pinned = self._moved(_CPU)
+        pinned._pinned = True
         pinned._tensor("ptr")  # where nothing can be pinned, this call shall say so
         _tell(pinned)
         return pinned
@@ -386,7 +390,10 @@ class Graphs:
         return tensor
 
     def _moved(self, device: torch.device) -> Graphs:
-        return _new(self._core, self._names, device, self._plans, self._pinned and device == _CPU)
+        moved = _new(self._core, self._names, device)
+        moved._plans, moved._expected = self._plans, self._expected
+        moved._pinned = self._pinned and device == _CPU
+        return moved
 
     def _like(self, other: Graphs) -> Graphs:
         """Where `other` is."""
@@ -407,18 +414,14 @@ def _new(
     core: _C.Graphs,
     names: tuple[str, ...] | None = None,
     device: torch.device = _CPU,
-    plans: dict[Any, Any] | None = None,
-    pinned: bool = False,
 ) -> Graphs:
     graphs = object.__new__(Graphs)
     graphs._core = core
     graphs._names = names
     graphs._types = None
     graphs._device = device
-    graphs._pinned = pinned
-    graphs._tensors = {}
-    graphs._plans = {} if plans is None else plans
-    graphs._kept = {}
+    graphs._pinned = False
+    graphs._tensors, graphs._plans, graphs._expected, graphs._kept = {}, {}, {}, {}
     return graphs
 
 

@@ -172,21 +172,20 @@ def _expected_us(
 
 def _times(expected: _C.Expected, graphs: Graphs, trains: bool, captured: bool) -> tuple[float, float]:
     """Of :func:`_expected_us`, kept for all copies of the graphs."""
-    key = "times", id(expected), trains, captured
-    kept = graphs._plans.get(key)
+    key = id(expected), trains, captured
+    kept = graphs._expected.get(key)
     if kept is None:
         core, chosen = graphs._core, _number(expected, graphs)
         times = expected.persistent(core, chosen, trains, captured), expected.batched(core, trains, captured)
-        kept = graphs._plans[key] = expected, times
+        kept = graphs._expected[key] = expected, times
     return kept[1]
 
 
 def _number(expected: _C.Expected, graphs: Graphs) -> int:
     """Of the geometry that is expected to take the least time, likewise."""
-    key = "geometry", id(expected)
-    kept = graphs._plans.get(key)
+    kept = graphs._expected.get(id(expected))
     if kept is None:  # with what it is of, whose number no other gets then
-        kept = graphs._plans[key] = expected, expected.geometry(graphs._core)
+        kept = graphs._expected[id(expected)] = expected, expected.geometry(graphs._core)
     return kept[1]
 
 

@@ -208,7 +208,7 @@ class Planner:
         """Whether there is a schedule: every type has a function, which gathers all slots in use."""
         if self._limit is not None:
             return graphs._core.num_slots <= self._limit
-        if any(key[: len(self.key)] == self.key for key in graphs._plans):  # for some number of groups
+        if self.key in graphs._plans:
             return True
         kinds, kind_of = self.kinds, self.kind_of
         if graphs._names is None or not kind_of.keys() >= {*graphs._names}:
@@ -220,11 +220,12 @@ class Planner:
         key = self.key if groups == 1 else (*self.key, groups)
         found = graphs._kept.get(key)
         if found is None:
-            planned = graphs._plans.get(key)
+            planned = graphs._plans.get(self.key, {}).get(groups)
             if planned is None:
                 kind_of = self.kind_of
                 types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
-                planned = graphs._plans[key] = OnHost(_C.schedule(graphs._core, self.kinds, types, groups))
+                planned = OnHost(_C.schedule(graphs._core, self.kinds, types, groups))
+                graphs._plans.setdefault(self.key, {})[groups] = planned
             found = graphs._kept[key] = Schedule(planned, graphs._device)
             found.planner = self
         return found
