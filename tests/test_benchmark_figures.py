@@ -227,6 +227,10 @@ def test_what_ranks_gave_is_drawn_over_it(tmp_path):
     figures.page({"ranks": rows}, tmp_path)
     text = (tmp_path / "ranks_scaling.svg").read_text()
     assert text.count("measured") >= 3 and "524 288 steps" in text
+    # Of GPUs of another kind the efficiency stands there, too.
+    more = [r | {"gpu": "NVIDIA H300 1TB"} for r in rows[2:]]
+    figures.page({"ranks": rows + more}, tmp_path)
+    assert "measured, H300" in (tmp_path / "ranks_scaling.svg").read_text()
 
 
 def test_slices_of_the_same_length_are_drawn_by_the_number_of_gpus(tmp_path):

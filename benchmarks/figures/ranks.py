@@ -24,7 +24,8 @@ def page(results: Results, folder: Path) -> list[str]:
     parts = []
     if part := measured_part(rows):
         gpu = part["gpu"]
-        draw_scaling(part, fixups(rows, gpu), measured(rows, gpu), folder / "ranks_scaling.svg")
+        others = {other: found for other in _gpus(rows) if other != gpu and (found := measured(rows, other))}
+        draw_scaling(part, fixups(rows, gpu), measured(rows, gpu), others, folder / "ranks_scaling.svg")
         parts.append(image(folder / "ranks_scaling.svg"))
         if weak := measured_weak(rows, gpu):
             draw_weak(weak, folder / "ranks_weak_scaling.svg")
@@ -37,6 +38,15 @@ def _scans(rows: Rows, count: str) -> list[tuple[dict[str, str], Row]]:
     found = [(parse_case(row["case"]), row) for row in rows if row["metric"] == "forward"]
     wanted = {"device": "cuda", "dtype": "fp32", "layout": "diagonal", "A": "0.8"}
     return [(keys, row) for keys, row in found if count in keys and wanted.items() <= ({"A": "0.8"} | keys).items()]
+
+
+def _gpus(rows: Rows) -> list[str]:
+    return sorted({row["gpu"] for row in rows})
+
+
+def _short(gpu: str) -> str:
+    """NVIDIA H100 80GB HBM3: H100."""
+    return gpu.removeprefix("NVIDIA ").split(" ")[0]
 
 
 def measured_part(rows: Rows) -> Row | None:
@@ -141,7 +151,10 @@ def predictions(part: Row, mending: dict[int, float], steps: int = STEPS) -> tup
     return strong, weak
 
 
-def draw_scaling(part: Row, mending: dict[int, float], found: list[Measured], path: Path) -> None:
+def draw_scaling(
+    part: Row, mending: dict[int, float], found: list[Measured], others: dict[str, list[Measured]], path: Path
+) -> None:
+    """`others`: what GPUs of another kind gave, of which the efficiency alone can stand beside it."""
     alike = same_sequence(found) if found else []
     steps = alike[0].steps if found else STEPS
     strong, weak = predictions(part, mending, steps)
@@ -162,9 +175,16 @@ def draw_scaling(part: Row, mending: dict[int, float], found: list[Measured], pa
         shares = [m.one / (m.gpus * m.milliseconds) for m in ends]
         efficiency.plot(gpus, shares, color=WEFT_COLOR, label="measured", **points)
         efficiency.plot(gpus, [m.slice / m.milliseconds for m in ends], color="#2563eb", label="measured", **points)
+    for (gpu, measured_there), marker in zip(others.items(), "s^vD", strict=False):
+        ends = longest(measured_there)
+        shares = [m.one / (m.gpus * m.milliseconds) for m in ends]
+        efficiency.plot(
+            [m.gpus for m in ends], shares, linestyle="none", marker=marker, markerfacecolor="none",
+            markeredgecolor="black", label=f"measured, {_short(gpu)}",
+        )  # fmt: skip
     for axes in (times, efficiency):
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     title = "Predicted, and points measured on GPUs of one host" if found else "Predicted"
-    figure.suptitle(f"{title}: diagonal scan, fp32, B {keys['B']}, H {keys['H']}")
+    figure.suptitle(f"{title}: {_short(part['gpu'])}, diagonal scan, fp32, B {keys['B']}, H {keys['H']}")
     save(figure, path)
