@@ -34,7 +34,7 @@ struct ResidentSizes {
   // Rows are in other banks each.
   static constexpr int bytes(int rows, int columns) { return rows * (columns + 4) * 4; }
   static constexpr int columns_at_once(int columns, int rows, int width) {
-    const int found = (kMostPartialBytes / (rows * 4) - 4) / width, all = (columns + width - 1) / width;
+    const int found = rows > 0 ? (kMostPartialBytes / (rows * 4) - 4) / width : 0, all = (columns + width - 1) / width;
     return (found < 1 ? 1 : found < all ? found : all) * width;
   }
 };
