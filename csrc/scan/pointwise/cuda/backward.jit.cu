@@ -42,59 +42,56 @@ struct Batch {
 struct Places {
   const E *initial[S], *h[S], *grad[S], *x[I];
   E* to[I];
-  // From a step to the one before, in bytes.
-  long long h_back, grad_back[S], x_back[I], to_back[I];
+  const PointwiseArgs& a;
 
-  __device__ __forceinline__ Places(const PointwiseArgs& a, long long n, long long last) {
-    const long long back = a.reverse ? 1 : -1, t = in_memory(a, last);
-    const auto bytes = [&](long long step) { return back * step * int(sizeof(E)); };
-    h_back = bytes(a.N);
+  // From a step to the one before, in bytes. Computed where it is asked for: pointers take enough registers.
+  __device__ __forceinline__ long long back(long long step) const {
+    return (a.reverse ? 1 : -1) * step * int(sizeof(E));
+  }
+
+  __device__ __forceinline__ Places(const PointwiseArgs& a, long long n, long long last) : a(a) {
+    const long long one = a.reverse ? 1 : -1, t = in_memory(a, last);
 #pragma unroll
     for (int i = 0; i < S; ++i) {
       initial[i] = at<const E>(a.operands[i], n, 0);
-      h[i] = static_cast<const E*>(a.states[i]) + (t + back) * a.N + n;
-      if (has_grad(i)) {
-        grad[i] = at<const E>(a.grads[i], n, t);
-        grad_back[i] = bytes(a.grads[i].step);
-      }
+      h[i] = static_cast<const E*>(a.states[i]) + (t + one) * a.N + n;
+      if (has_grad(i)) grad[i] = at<const E>(a.grads[i], n, t);
     }
 #pragma unroll
     for (int i = 0; i < I; ++i) {
       x[i] = at<const E>(a.operands[kInputs + i], n, t);
-      x_back[i] = bytes(a.operands[kInputs + i].step);
-      if (wanted(kInputs + i)) {
-        to[i] = at<E>(a.results[kInputs + i], n, t);
-        to_back[i] = bytes(a.results[kInputs + i].step);
-      }
+      if (wanted(kInputs + i)) to[i] = at<E>(a.results[kInputs + i], n, t);
     }
   }
   __device__ __forceinline__ bool near() const {
-    bool all = is_near(h_back);
+    bool all = is_near(back(a.N));
 #pragma unroll
-    for (int i = 0; i < S; ++i) all = all && (!has_grad(i) || is_near(grad_back[i]));
+    for (int i = 0; i < S; ++i) all = all && (!has_grad(i) || is_near(back(a.grads[i].step)));
 #pragma unroll
-    for (int i = 0; i < I; ++i) all = all && is_near(x_back[i]) && (!wanted(kInputs + i) || is_near(to_back[i]));
+    for (int i = 0; i < I; ++i)
+      all = all && is_near(back(a.operands[kInputs + i].step)) &&
+            (!wanted(kInputs + i) || is_near(back(a.results[kInputs + i].step)));
     return all;
   }
   // What is loaded of step u, `steps` down from where the places are.
   __device__ __forceinline__ void load_near(int u, int steps, Batch& batch) const {
 #pragma unroll
     for (int i = 0; i < S; ++i) {
-      batch.h[u][i] = *moved_near(h[i], h_back, steps);
-      if (has_grad(i)) batch.grad[u][i] = *moved_near(grad[i], grad_back[i], steps);
+      batch.h[u][i] = *moved_near(h[i], back(a.N), steps);
+      if (has_grad(i)) batch.grad[u][i] = *moved_near(grad[i], back(a.grads[i].step), steps);
     }
 #pragma unroll
-    for (int i = 0; i < I; ++i) batch.x[u][i] = *moved_near(x[i], x_back[i], steps);
+    for (int i = 0; i < I; ++i) batch.x[u][i] = *moved_near(x[i], back(a.operands[kInputs + i].step), steps);
   }
   // After a batch.
   __device__ __forceinline__ void loaded_near() {
 #pragma unroll
     for (int i = 0; i < S; ++i) {
-      h[i] = moved_near(h[i], h_back, U);
-      if (has_grad(i)) grad[i] = moved_near(grad[i], grad_back[i], U);
+      h[i] = moved_near(h[i], back(a.N), U);
+      if (has_grad(i)) grad[i] = moved_near(grad[i], back(a.grads[i].step), U);
     }
 #pragma unroll
-    for (int i = 0; i < I; ++i) x[i] = moved_near(x[i], x_back[i], U);
+    for (int i = 0; i < I; ++i) x[i] = moved_near(x[i], back(a.operands[kInputs + i].step), U);
   }
   // The next `count` steps, of which the first is step 0 or not.
   __device__ __forceinline__ void load(bool begins, int count, Batch& batch) {
@@ -102,16 +99,16 @@ struct Places {
 #pragma unroll
       for (int i = 0; i < S; ++i) {
         batch.h[u][i] = *(u == 0 && begins ? initial[i] : h[i]);
-        h[i] = moved_by(h[i], h_back);
+        h[i] = moved_by(h[i], back(a.N));
         if (has_grad(i)) {
           batch.grad[u][i] = *grad[i];
-          grad[i] = moved_by(grad[i], grad_back[i]);
+          grad[i] = moved_by(grad[i], back(a.grads[i].step));
         }
       }
 #pragma unroll
       for (int i = 0; i < I; ++i) {
         batch.x[u][i] = *x[i];
-        x[i] = moved_by(x[i], x_back[i]);
+        x[i] = moved_by(x[i], back(a.operands[kInputs + i].step));
       }
     });
   }
@@ -188,31 +185,31 @@ __device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool a
     some_steps<true>(count, [&](int u) {
       one(now, u, [&](int i, E gradient) {
         if (active) *places.to[i] = gradient;
-        places.to[i] = moved_by(places.to[i], places.to_back[i]);
+        places.to[i] = moved_by(places.to[i], places.back(a.results[kInputs + i].step));
       });
     });
     t -= U;
     return is_done();
   };
   const bool near = places.near();
-  for (int count = int(end - t); t >= first; count = U) {
-    if (near && count == U && t - U >= first && t > U) {
+  for (int count = int(end - t);; count = U) {
+    while (near && count == U && t - U >= first && t > U) {
       all_steps<true>([&](int u) {
         one(batch, u, [&](int i, E gradient) {
-          if (active) *moved_near(places.to[i], places.to_back[i], U - 1 - u) = gradient;
+          if (active) *moved_near(places.to[i], places.back(a.results[kInputs + i].step), U - 1 - u) = gradient;
         });
         places.load_near(u, U - 1 - u, batch);
       });
       places.loaded_near();
 #pragma unroll
       for (int i = 0; i < I; ++i) {
-        if (wanted(kInputs + i)) places.to[i] = moved_near(places.to[i], places.to_back[i], U);
+        if (!wanted(kInputs + i)) continue;
+        places.to[i] = moved_near(places.to[i], places.back(a.results[kInputs + i].step), U);
       }
       t -= U;
-      if (is_done()) break;
-    } else if (some(count)) {
-      break;
+      if (is_done()) return lost;
     }
+    if (some(count) || t < first) break;
   }
   return lost;
 }
@@ -319,8 +316,12 @@ __device__ __forceinline__ void second_round(const PointwiseArgs& a, long long w
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1)
-    pointwise_backward(const __grid_constant__ PointwiseArgs a) {
+// A plain walk of the most channels that are not cut, 23 warps a multiprocessor, is all on the device at once where a
+// lane has room for that.
+constexpr int kFewOperands = 8;
+constexpr int kBlocks = S > 2 ? 1 : WEFT_CHUNKED || S > 1 || I + P > kFewOperands ? 3 : 6;
+
+extern "C" __global__ void __launch_bounds__(128, kBlocks) pointwise_backward(const __grid_constant__ PointwiseArgs a) {
   const long long groups = (a.N + 31) / 32;
   const long long warp = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);
