@@ -172,3 +172,19 @@ def test_vmap_is_refused(op):
 
     with pytest.raises(RuntimeError, match=f"{op.name}: has no dimension to map"):
         torch.func.vmap(call)(*mapped)
+
+
+@pytest.mark.parametrize("sample", [s for op in OPS for s in op.samples], ids=str)
+def test_operands_of_another_size_are_refused(sample):
+    """Each by itself: nothing is read or written beyond it."""
+    args, _ = sample.call("cpu", torch.float32)
+    op = torch.ops.weft.vertex_frontiers_backward if sample.back else torch.ops.weft.vertex_frontiers
+    op(*args)
+    for i, tensors in enumerate(args):
+        if not isinstance(tensors, list) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            continue
+        for k, t in enumerate(tensors):
+            for smaller in (t[..., :-1], t[..., :0]):
+                wrong = [*tensors[:k], smaller, *tensors[k + 1 :]]
+                with pytest.raises(ValueError, match=r"vertex_frontiers(_backward)?: .*(must|is not|is \[)"):
+                    op(*args[:i], wrong, *args[i + 1 :])

@@ -136,13 +136,17 @@ struct Run {
     places[i] = {data, stride, callers ? arrays.vertices : nullptr, b.space == Space::kEdges};
   }
 
-  // A caller's tensor: rows of `width` neighbouring columns.
-  at::Tensor given(at::TensorList list, const Buffer& b, const char* name) const {
+  void check_size(at::TensorList list, const Buffer& b, const char* name) const {
     TORCH_CHECK_VALUE(b.index < static_cast<int64_t>(list.size()), kOp, ": the program reads ", name, " ", b.index,
                       ", got ", list.size());
-    at::Tensor t = cast(list[b.index], b, name, b.index);
+    const at::Tensor& t = list[b.index];
     TORCH_CHECK_VALUE(t.numel() == rows(b) * b.width && (b.space == Space::kVector || t.dim() == 2), kOp, ": ", name,
                       " ", b.index, " must have ", rows(b), " rows of ", b.width, ", got ", t.sizes());
+  }
+  // A caller's tensor: rows of `width` neighbouring columns.
+  at::Tensor given(at::TensorList list, const Buffer& b, const char* name) const {
+    check_size(list, b, name);
+    const at::Tensor t = cast(list[b.index], b, name, b.index);
     if (b.space == Space::kVector) return t.contiguous();  // of any shape: its one row has no stride
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
@@ -334,8 +338,10 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       TORCH_CHECK_VALUE(t.dim() == 2 && t.size(0) == r.rows(b) && t.size(1) == b.width && t.device() == r.device, kOp,
                         "_backward: saved tensor ", next - 1, " is not what the forward pass saved");
       r.put(i, t.to(scalar_type(b.dtype)).contiguous());
-    } else if (!b.read_backward && (b.space == Space::kInput || b.space == Space::kVector)) {
+    } else if (!b.read_backward && b.space == Space::kInput) {
       continue;
+    } else if (!b.read_backward && b.space == Space::kVector) {
+      r.check_size(operands.vectors, b, "vector");  // its gradient has the size of what is given
     } else if (b.space == Space::kInput) {
       r.put(i, r.given(operands.inputs, b, "input"));
     } else if (b.space == Space::kVector) {
@@ -343,6 +349,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
     } else if (b.space == Space::kOutputGrad) {
       r.put(i, r.given(grads, b, "gradient"));
     } else if (b.space == Space::kInputGrad) {
+      r.check_size(operands.inputs, b, "input");
       // Columns that nothing depends on are written by nobody.
       const std::array<int64_t, 2> shape = {r.rows(b), b.width};
       r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
