@@ -447,7 +447,7 @@ def test_opcheck(batch: int | None, device: str) -> None:
 @pytest.mark.parametrize("columns", [-1, 2**31])
 def test_more_columns_than_indices_tell(columns: int) -> None:
     pattern = torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^csr_transpose: columns must be at least 0 and a number of Int, got"):
+    with pytest.raises(ValueError, match=r"^csr_transpose: columns must be at least 0 and a number of Int, got"):
         torch.ops.weft.csr_transpose(*pattern, columns)
 
 
