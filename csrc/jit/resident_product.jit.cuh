@@ -15,7 +15,9 @@
 // four neighbours of a row are read by few lanes, and then hand each other halves of their sums. Half types go to the
 // tensor cores as they are. What comes out as NaN is summed up again, one by one, because an infinity is one that way.
 //
-// Of few rows a warp has the first of its weights in registers before its rows are there.
+// Of few rows a warp has the first of its weights in registers before its rows are there. Where products of few rows
+// follow each other it keeps them, split, and three or four rows go to the tensor cores, too: each takes a lane one
+// load and a few instructions instead of four and the exchange of sums.
 //
 // Cost: 6 mma of 2 clocks of a multiprocessor for each 16 x 16 weights and 8 rows, and more for the splits below 16
 // rows, 60 instructions of a warp in all. As multiply-adds a row takes 9.
@@ -87,7 +89,82 @@ struct ResidentProduct {
     }
   }
 
+  // Products of few rows, one after the other, of which each has one barrier of the block alone: the partial sums of
+  // one lie beside those of the one before. The lanes that add up a row are neighbours, kRowLanes apart from those of
+  // the next row, so that of up to 32 a row has a warp's.
+  static constexpr int row_lanes() {
+    if (kColumns > 32) return kColumns;
+    int found = 1;
+    while (found < kColumns) found *= 2;
+    return found;
+  }
+  static constexpr int kRowLanes = row_lanes(), kRepeatedPitch = kEighths * 8 + 4;
+
+  template <typename Sums>
+  struct Repeated {
+    static constexpr int kOwn = Sums::kTerms * Sums::kRows * kRepeatedPitch;  // partial sums
+    static constexpr bool kFits = Sums::kRows * kRowLanes <= kThreads && 2 * kOwn * 4 <= kPartialBytes;
+    Sums sums;
+    const int rank;
+    int turn = 0, row, local, column;
+
+    __device__ __forceinline__ Repeated(int of, const FourOf<E>* weights)
+        : sums{weights}, rank(of), row(threadIdx.x / kRowLanes), local(threadIdx.x % kRowLanes) {
+      column = local < kColumns ? Columns::of(local, rank) : -1;
+      pin(row), pin(local), pin(column);
+      sums.hold();
+    }
+    // Of so many rows.
+    static __device__ __forceinline__ bool takes(int count) {
+      return count >= Sums::kLeastRows && count <= Sums::kRows;
+    }
+
+    // As run_between(), of rows 0 to rows - 1.
+    template <typename Source, typename Store, typename Ask, typename Meanwhile>
+    __device__ __forceinline__ void run(int rows, float* partials, const Source& source, const Store& store,
+                                        const Ask& ask, const Meanwhile& meanwhile) {
+      float* const own = partials + turn * kOwn;
+      turn ^= 1;
+      sums.multiply(0, rows, source, ask, meanwhile);
+      sums.write(own, 0, kColumns, Sums::kRows, kRepeatedPitch);
+      __syncthreads();
+      if (row >= rows || column < 0) return;
+      float sum = sum_of<Sums::kTerms, Sums::kRows * kRepeatedPitch>(own + row * kRepeatedPitch + local);
+      if constexpr (Sums::kAgain && kMultiply == Multiply::kFloat) {
+        if (sum != sum) sum = one_by_one(source(row), sums.weights, local);
+      }
+      store(row, local, column, sum);
+    }
+  };
+
+  // with(product) for the one that takes so many rows; false where none does.
+  template <typename With>
+  static __device__ __forceinline__ bool repeated(int count, int rank, const FourOf<E>* weights, const With& with) {
+    if constexpr (kByMultiplyAdds) {
+      return repeated_by<MultiplyAdds<1, kOfMany>>(count, rank, weights, with) ||
+             repeated_by<MultiplyAdds<2, kOfMany>>(count, rank, weights, with) ||
+             repeated_by<Tiles<3, 4>>(count, rank, weights, with) ||
+             repeated_by<Tiles<5, 8>>(count, rank, weights, with);
+    } else if constexpr (kEighths == 1) {
+      return repeated_by<Tiles<1, 4>>(count, rank, weights, with) ||
+             repeated_by<Tiles<5, 8>>(count, rank, weights, with);
+    } else {
+      return repeated_by<Tiles<1, 8>>(count, rank, weights, with);
+    }
+  }
+
  private:
+  template <typename Sums, typename With>
+  static __device__ __forceinline__ bool repeated_by(int count, int rank, const FourOf<E>* weights, const With& with) {
+    if constexpr (Repeated<Sums>::kFits) {
+      if (Repeated<Sums>::takes(count)) {
+        with(Repeated<Sums>(rank, weights));
+        return true;
+      }
+    }
+    return false;
+  }
+
   static constexpr int kMostSums = 64;  // of a lane
   // Whether a tile has columns in this half.
   static constexpr bool has(int tile, int half) {
@@ -109,10 +186,10 @@ struct ResidentProduct {
   }
 
   // The first of kAll fours of weights that a lane multiplies, as far as registers go beside `kOthers`: they are read
-  // while its rows are under way. at(i) reads the i-th.
-  template <int kAll, int kOthers>
+  // while its rows are under way, or before the first of many products. at(i) reads the i-th.
+  template <int kAll, int kRegisters, int kOthers>
   struct Held {
-    static constexpr int kMostRegisters = 24, kRoom = (kMostRegisters - kOthers) / int(sizeof(E));
+    static constexpr int kRoom = (kRegisters - kOthers) / int(sizeof(E));
     static constexpr int kCount = kRoom < 0 ? 0 : kRoom < kAll ? kRoom : kAll;
     FourOf<E> of[kCount > 0 ? kCount : 1];
 
@@ -145,26 +222,38 @@ struct ResidentProduct {
     return 8;
   }
 
+  static constexpr bool kByMultiplyAdds = kMultiply == Multiply::kFloat && kInner % 4 == 0 && kTiles * 8 <= kMostSums;
+
   // Up to 8 rows from `first` on.
   template <typename Source, typename Store, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void few(int first, int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store, const Ask& ask,
                                              const Meanwhile& meanwhile) {
+    const auto once = [&](auto sums) {
+      const Own<kAtOnce> own(rank);
+      const int rows = min(count - first, sums.kRows);
+      sums.multiply(
+          first, rows, source,
+          [&] {
+            sums.hold();
+            ask();
+          },
+          meanwhile);
+      finish<kAtOnce, sums.kAgain>(own, first, rows, 8, sums.kTerms, rank, weights, partials, source, store,
+                                   [&](int begin, int end) { sums.write(partials, begin, end, 8, kAtOnce + 4); });
+    };
     if constexpr (kMultiply == Multiply::kFloat && kInner % 4 == 0) {
       if constexpr (kTiles * 2 <= kMostSums) {
-        if (count - first == 1)
-          return multiply_add<1>(first, count, rank, weights, partials, source, store, ask, meanwhile);
+        if (count - first == 1) return once(MultiplyAdds<1, kOfOne>{weights});
       }
       if constexpr (kTiles * 4 <= kMostSums) {
-        if (count - first == 2)
-          return multiply_add<2>(first, count, rank, weights, partials, source, store, ask, meanwhile);
+        if (count - first == 2) return once(MultiplyAdds<2, kOfOne>{weights});
       }
-      if constexpr (kTiles * 8 <= kMostSums) {
-        if (count - first <= 4)
-          return multiply_add<4>(first, count, rank, weights, partials, source, store, ask, meanwhile);
+      if constexpr (kByMultiplyAdds) {
+        if (count - first <= 4) return once(MultiplyAdds<4, kOfOne>{weights});
       }
     }
-    eight(first, count, rank, weights, partials, source, store, ask, meanwhile);
+    once(Eight{weights});
   }
 
   // How multiply-adds of so many rows are dealt: a warp has kOfWarp neighbouring fours of the reduction, kSpan lanes
@@ -184,9 +273,11 @@ struct ResidentProduct {
     }
     static constexpr int kSpan = span(), kSets = 32 / kSpan, kEach = each(kSpan);
     static constexpr int kRounds = (kOfWarp + kSpan - 1) / kSpan;
+    static constexpr bool kWhole = kFours == kOfWarp * kWarps && kOfWarp % kSpan == 0;  // every lane has one each time
     // The lane's four in a round; -1 where it has none.
     static __device__ __forceinline__ int four(int round) {
       const int of_warp = round * kSpan + threadIdx.x % kSpan, found = threadIdx.x / 32 * kOfWarp + of_warp;
+      if (kWhole) return found;
       const bool is =
           ((round + 1) * kSpan <= kOfWarp || of_warp < kOfWarp) && (kFours == kOfWarp * kWarps || found < kFours);
       return is ? found : -1;
@@ -220,81 +311,91 @@ struct ResidentProduct {
     }
   };
 
-  // The same of at most kRows rows by multiply-adds.
-  template <int kRows, typename Source, typename Store, typename Ask, typename Meanwhile>
-  static __device__ __forceinline__ void multiply_add(int first, int count, int rank, const FourOf<E>* weights,
-                                                      float* partials, const Source& source, const Store& store,
-                                                      const Ask& ask, const Meanwhile& meanwhile) {
-    using D = Dealt<kRows>;
-    constexpr int kBatch = D::kRounds < 12 / kRows ? D::kRounds : 12 / kRows;  // that are loaded together
-    const int warp = threadIdx.x / 32, rows = count - first;
-    const auto at = [&](int i) {
+  // Registers for weights and what is multiplied by them: of one product, and of many.
+  static constexpr int kOfOne = 24, kOfMany = 56;
+
+  // The sums of at most kMostRows rows that a warp has by multiply-adds.
+  template <int kMostRows, int kRegisters>
+  struct MultiplyAdds {
+    using D = Dealt<kMostRows>;
+    static constexpr int kLeastRows = kMostRows == 4 ? 3 : kMostRows, kRows = kMostRows, kTerms = D::kActive;
+    static constexpr int kBatch = D::kRounds < 12 / kRows ? D::kRounds : 12 / kRows;  // that are loaded together
+    static constexpr int kHeld = (kRegisters == kOfOne ? kBatch : D::kRounds) * D::kEach;
+    static constexpr bool kAgain = false;
+    const FourOf<E>* const weights;
+    Held<kHeld, kRegisters, (kBatch * 4 + D::kEach) * kRows> held;
+    float sums[D::kSums];
+
+    __device__ __forceinline__ FourOf<E> at(int i) const {
       const int four = max(0, D::four(i / D::kEach)), column = D::column(i % D::kEach);
       return weights[place(four / 4, column / 8) + column % 8 * 4 + four % 4];
-    };
-    Held<kBatch * D::kEach, (kBatch * 4 + D::kEach) * kRows> held;
-    const Own<kAtOnce> own(rank);
-    float sums[D::kSums] = {};
-    const E* from[kRows];
+    }
+    __device__ __forceinline__ void hold() {
+      held.read([&](int i) { return at(i); });
+    }
+    template <typename Source, typename Ask, typename Meanwhile>
+    __device__ __forceinline__ void multiply(int first, int rows, const Source& source, const Ask& ask,
+                                             const Meanwhile& meanwhile) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) from[r] = r < rows ? source(first + r) : nullptr;
+      for (int i = 0; i < D::kSums; ++i) sums[i] = 0.0f;
+      const E* from[kRows];
 #pragma unroll
-    for (int batch = 0; batch < D::kRounds; batch += kBatch) {
-      FourOf<E> b[kBatch][kRows];
-      const auto k = [&](int c) {
-        const int four = D::four(batch + c);
-        return four < 0 ? kInner : four * 4;
-      };
-      read<kBatch, kRows>(
-          batch == 0, k, from, b,
-          [&] {
-            held.read(at);
-            ask();
-          },
-          meanwhile);
+      for (int r = 0; r < kRows; ++r) from[r] = source(first + min(r, rows - 1));
 #pragma unroll
-      for (int c = 0; c < kBatch; ++c) {
-        if (D::four(batch + c) < 0) continue;
+      for (int batch = 0; batch < D::kRounds; batch += kBatch) {
+        FourOf<E> b[kBatch][kRows];
+        const auto k = [&](int c) {
+          const int four = D::four(batch + c);
+          return four < 0 ? kInner : four * 4;
+        };
+        read<kRegisters == kOfMany, D::kWhole && D::kRounds % kBatch == 0>(batch == 0, k, from, b, ask, meanwhile);
 #pragma unroll
-        for (int n = 0; n < D::kEach; ++n) {
-          const FourOf<E> w = held.take(at, (batch + c) * D::kEach + n);
+        for (int c = 0; c < kBatch; ++c) {
+          if (batch + c >= D::kRounds || D::four(batch + c) < 0) continue;
 #pragma unroll
-          for (int r = 0; r < kRows; ++r) {
+          for (int n = 0; n < D::kEach; ++n) {
+            const FourOf<E> w = held.take([&](int i) { return at(i); }, (batch + c) * D::kEach + n);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float& sum = sums[n * kRows + r];
-              sum = fmaf(w.x[e], b[c][r].x[e], sum);
+            for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                float& sum = sums[n * kRows + r];
+                sum = fmaf(w.x[e], b[c][r].x[e], sum);
+              }
             }
           }
         }
       }
+      D::add_up(sums);
     }
-    D::add_up(sums);
-    finish<kAtOnce, false>(own, first, rows, 8, D::kActive, rank, weights, partials, source, store,
-                           [&](int begin, int end) {
-                             if (warp >= D::kActive) return;
+    // Those of columns [begin, end), from partials[(term * apart + row) * pitch] on.
+    __device__ __forceinline__ void write(float* partials, int begin, int end, int apart, int pitch) const {
+      const int warp = threadIdx.x / 32;
+      if (D::kActive < kWarps && warp >= D::kActive) return;
 #pragma unroll
-                             for (int i = 0; i < D::kLeft; ++i) {
-                               const int found = D::which(i), column = D::column(found / kRows);
-                               if (found < 0 || column < begin || column >= end) continue;
-                               partials[(warp * 8 + found % kRows) * (kAtOnce + 4) + column - begin] = sums[i];
-                             }
-                           });
-  }
+      for (int i = 0; i < D::kLeft; ++i) {
+        const int found = D::which(i), column = D::column(found / kRows);
+        if (found < 0 || column < begin || column >= end) continue;
+        partials[(warp * apart + found % kRows) * pitch + column - begin] = sums[i];
+      }
+    }
+  };
 
-  // Neighbours of kGroups rows from where(0), where(1), ... on; zeros beyond kInner, and where there is no row. The
-  // first are asked for before ask(), and waited for after it; meanwhile() takes place when they are asked for once
-  // more, or else at once.
-  template <int kBatch, int kGroups, typename Where, typename Ask, typename Meanwhile>
+  // Neighbours of kGroups rows from where(0), where(1), ... on; zeros beyond kInner, where nothing is with kWhole. Of
+  // one product the first are asked for before ask(), and waited for after it; meanwhile() takes place when they are
+  // asked for once more, or else at once. Of many ask() comes before: until then what a block waits for is not all
+  // there.
+  template <bool kMany, bool kWhole, int kBatch, int kGroups, typename Where, typename Ask, typename Meanwhile>
   static __device__ __forceinline__ void read(bool is_first, const Where& where, const E* const (&from)[kGroups],
                                               FourOf<E> (&b)[kBatch][kGroups], const Ask& ask,
                                               const Meanwhile& meanwhile) {
+    if (kMany && is_first) ask();
 #pragma unroll
     for (int c = 0; c < kBatch; ++c) {
       const int k = where(c);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
+        if (kWhole || (kInner % 4 == 0 && k < kInner)) {
           if constexpr (kPublished) {
             ask_published(from[g] + k, b[c][g]);
           } else {
@@ -303,12 +404,12 @@ struct ResidentProduct {
         } else {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+            b[c][g].x[e] = kInner % 4 != 0 && k + e < kInner ? from[g][k + e] : E(0.0f);
           }
         }
       }
     }
-    if (is_first) ask();
+    if (!kMany && is_first) ask();
     if constexpr (kPublished) {
       const auto any = [&] {
         bool found = false;
@@ -330,7 +431,7 @@ struct ResidentProduct {
         }
       };
       if (is_first) {
-        again();
+        if (!kMany) again();
         meanwhile();
       }
       while (__any_sync(~0u, any())) again();
@@ -351,22 +452,39 @@ struct ResidentProduct {
     }
   };
 
+  // Of partial sums so far apart, in chains of additions that do not wait for each other.
+  static __device__ __forceinline__ float sum_of(const float* of, int terms, int apart) {
+    constexpr int kChains = 4;
+    float sums[kChains] = {};
+    int term = 0;
+    for (; term + kChains <= terms; term += kChains) {
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) sums[chain] += of[(term + chain) * apart];
+    }
+    for (; term < terms; ++term) sums[0] += of[term * apart];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+  template <int kTerms, int kApart>
+  static __device__ __forceinline__ float sum_of(const float* of) {
+    float terms[kTerms];
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) terms[i] = of[i * kApart];
+    constexpr int kChains = 4;
+    float sums[kChains] = {};
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) sums[i < kTerms / kChains * kChains ? i % kChains : 0] += terms[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
   // Adds up `terms` partial sums of `rows` rows, kColumnsAtOnce at a time: write(begin, end) puts those of columns
   // [begin, end) that this warp has at partials[(term * apart + row) * (kColumnsAtOnce + 4) + column - begin].
   template <int kColumnsAtOnce, bool kAgain, typename Source, typename Store, typename Write>
   static __device__ __forceinline__ void finish(const Own<kColumnsAtOnce>& own, int first, int rows, int apart,
                                                 int terms, int rank, const FourOf<E>* weights, float* partials,
                                                 const Source& source, const Store& store, const Write& write) {
-    constexpr int kPitch = kColumnsAtOnce + 4, kChains = 4;  // of additions
+    constexpr int kPitch = kColumnsAtOnce + 4;
     const auto add = [&](int row, int local, int column, const float* of) {
-      float sums[kChains] = {};
-      int term = 0;
-      for (; term + kChains <= terms; term += kChains) {
-#pragma unroll
-        for (int chain = 0; chain < kChains; ++chain) sums[chain] += of[(term + chain) * apart * kPitch];
-      }
-      for (; term < terms; ++term) sums[0] += of[term * apart * kPitch];
-      float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      float sum = sum_of(of, terms, apart * kPitch);
       if constexpr (kAgain && kMultiply == Multiply::kFloat) {
         if (sum != sum && column >= 0) sum = one_by_one(source(first + row), weights, local);
       }
@@ -407,89 +525,247 @@ struct ResidentProduct {
     return sum;
   }
 
-  // Up to 8 rows from `first` on.
-  template <typename Source, typename Store, typename Ask, typename Meanwhile>
-  static __device__ __forceinline__ void eight(int first, int count, int rank, const FourOf<E>* weights,
-                                               float* partials, const Source& source, const Store& store,
-                                               const Ask& ask, const Meanwhile& meanwhile) {
+  // The sums of at most 8 rows that a warp has by tensor cores.
+  struct Eight {
     // Independent sums, or each product would wait for the one before.
-    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles == 1 ? 2 * kTerms : 1;
-    constexpr int kBatch = kOfWarp < 8 ? kOfWarp : 8;  // chunks that are loaded together
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = min(count - first, 8);
-    Held<kBatch * kEighths, kBatch* int(sizeof(E)) + kTiles * kSums * 4 + 24> held;
-    const auto at = [&](int i) {
-      const int chunk = warp + i / kEighths * kWarps;
-      return weights[place(kChunks % kWarps == 0 ? chunk : min(chunk, kChunks - 1), i % kEighths) + lane];
-    };
-    const Own<kAtOnce> own(rank);
-    float d[kTiles][kSums][4] = {};
-    const E* const from[1] = {lane / 4 < rows ? source(first + lane / 4) : nullptr};
+    static constexpr int kProducts = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles == 1 ? 2 * kProducts : 1;
+    static constexpr int kBatch = kOfWarp < 8 ? kOfWarp : 8;  // chunks that are loaded together
+    static constexpr int kRows = 8, kTerms = kActive;
+    static constexpr bool kWhole = kInner == kOfWarp * kWarps * 16, kAgain = true;
+    const FourOf<E>* const weights;
+    Held<kBatch * kEighths, kOfOne, kBatch* int(sizeof(E)) + kTiles * kSums * 4 + 24> held;
+    float d[kTiles][kSums][4];
+
+    __device__ __forceinline__ FourOf<E> at(int i) const {
+      const int chunk = threadIdx.x / 32 + i / kEighths * kWarps;
+      return weights[place(kChunks % kWarps == 0 ? chunk : min(chunk, kChunks - 1), i % kEighths) + threadIdx.x % 32];
+    }
+    __device__ __forceinline__ void hold() {
+      held.read([&](int i) { return at(i); });
+    }
+    template <typename Source, typename Ask, typename Meanwhile>
+    __device__ __forceinline__ void multiply(int first, int rows, const Source& source, const Ask& ask,
+                                             const Meanwhile& meanwhile) {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      const auto weight = [&](int i) { return held.take([&](int j) { return at(j); }, i); };
 #pragma unroll
-    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
-      FourOf<E> b[kBatch][1];
-      const auto k = [&](int c) { return (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4; };
-      read<kBatch, 1>(
-          batch == 0, k, from, b,
-          [&] {
-            held.read(at);
-            ask();
-          },
-          meanwhile);
+      for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int c = 0; c < kBatch; ++c) {
-        if (warp + (batch + c) * kWarps >= kChunks) break;
-        u32 b_high[4], b_low[4];
-        if constexpr (kMultiply == Multiply::kHalf) {
-          b_high[0] = pair_of(b[c][0], 0), b_high[1] = pair_of(b[c][0], 1);
-        } else {
+        for (int s = 0; s < kSums; ++s) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) split<kMultiply>(float(b[c][0].x[e]), b_high[e], b_low[e]);
+          for (int i = 0; i < 4; ++i) d[tile][s][i] = 0.0f;
         }
+      }
+      const E* const from[1] = {source(first + min(lane / 4, rows - 1))};
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          float(&sums)[kSums][4] = d[tile];
-          const FourOf<E> upper = held.take(at, (batch + c) * kEighths + tile * 2);
-          FourOf<E> lower{};
-          if (has(tile, 1)) lower = held.take(at, (batch + c) * kEighths + tile * 2 + 1);
+      for (int batch = 0; batch < kOfWarp; batch += kBatch) {
+        FourOf<E> b[kBatch][1];
+        const auto k = [&](int c) { return (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4; };
+        read<false, kWhole && kOfWarp % kBatch == 0>(batch == 0, k, from, b, ask, meanwhile);
+#pragma unroll
+        for (int c = 0; c < kBatch; ++c) {
+          if (!kWhole && warp + (batch + c) * kWarps >= kChunks) break;
+          u32 b_high[4], b_low[4];
           if constexpr (kMultiply == Multiply::kHalf) {
-            const u32 a[4] = {pair_of(upper, 0), pair_of(lower, 0), pair_of(upper, 1), pair_of(lower, 1)};
-            mma_half<E>(sums[c % kSums], a, b_high);
-            continue;
+            b_high[0] = pair_of(b[c][0], 0), b_high[1] = pair_of(b[c][0], 1);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) split<kMultiply>(float(b[c][0].x[e]), b_high[e], b_low[e]);
           }
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            u32 high[4], low[4];
+          for (int tile = 0; tile < kTiles; ++tile) {
+            float(&sums)[kSums][4] = d[tile];
+            const FourOf<E> upper = weight((batch + c) * kEighths + tile * 2);
+            FourOf<E> lower{};
+            if (has(tile, 1)) lower = weight((batch + c) * kEighths + tile * 2 + 1);
+            if constexpr (kMultiply == Multiply::kHalf) {
+              const u32 a[4] = {pair_of(upper, 0), pair_of(lower, 0), pair_of(upper, 1), pair_of(lower, 1)};
+              mma_half<E>(sums[c % kSums], a, b_high);
+              continue;
+            }
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              split_apart<kMultiply>(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
-              split_apart<kMultiply>(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+            for (int half = 0; half < 2; ++half) {
+              u32 high[4], low[4];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                split_apart<kMultiply>(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
+                split_apart<kMultiply>(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+              }
+              if constexpr (kProducts == 3) {
+                mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high + 2 * half);
+                mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low + 2 * half);
+              }
+              mma_tf32(sums[half * kProducts % kSums], high, b_high + 2 * half);
             }
-            if constexpr (kTerms == 3) {
-              mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high + 2 * half);
-              mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low + 2 * half);
-            }
-            mma_tf32(sums[half * kTerms % kSums], high, b_high + 2 * half);
           }
         }
       }
     }
-    finish<kAtOnce, true>(own, first, rows, 8, kActive, rank, weights, partials, source, store,
-                          [&](int begin, int end) {
-                            if (warp >= kActive) return;
+    // Those of columns [begin, end), from partials[(term * apart + row) * pitch] on.
+    __device__ __forceinline__ void write(float* partials, int begin, int end, int apart, int pitch) const {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      if (kActive < kWarps && warp >= kActive) return;
 #pragma unroll
-                            for (int tile = begin / 16; tile * 16 < end; ++tile) {
+      for (int tile = begin / 16; tile * 16 < end; ++tile) {
 #pragma unroll
-                              for (int i = 0; i < 4; ++i) {
-                                float sum = 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          float sum = 0.0f;
 #pragma unroll
-                                for (int s = kSums; s > 0; --s) sum += d[tile][s - 1][i];
-                                const int row = lane % 4 * 2 + i % 2, column = tile * 16 - begin + i / 2 * 8 + lane / 4;
-                                partials[(warp * 8 + row) * (kAtOnce + 4) + column] = sum;
-                              }
-                            }
-                          });
-  }
+          for (int s = kSums; s > 0; --s) sum += d[tile][s - 1][i];
+          const int row = lane % 4 * 2 + i % 2, column = tile * 16 - begin + i / 2 * 8 + lane / 4;
+          if (has(tile, i / 2)) partials[(warp * apart + row) * pitch + column] = sum;
+        }
+      }
+    }
+  };
+
+  // The sums of kLeast to kRows rows that a warp has by tensor cores, one product after the other: what weights it has
+  // of a step, two halves of a chunk of 16, are put before the tensor cores once, as far as registers go. Of up to 8
+  // columns and 4 rows a tile has two chunks: the columns once more, and the rows, of which each is multiplied by both,
+  // and the sums of a chunk by its own are taken.
+  template <int kLeast, int kMostRows>
+  struct Tiles {
+    static constexpr bool kTwice = kEighths == 1 && kMostRows <= 4, kAgain = true;
+    static constexpr int kLeastRows = kLeast, kRows = kMostRows, kTerms = kActive, kOfStep = kTwice ? 2 : 1;
+    static constexpr int kSteps = (kChunks + kOfStep * kWarps - 1) / (kOfStep * kWarps);
+    static constexpr int kBatch = kSteps < 4 ? kSteps : 4;  // steps that are loaded together
+    static constexpr bool kWhole = kInner == kSteps * kOfStep * kWarps * 16;
+    static constexpr int kParts = kMultiply == Multiply::kFloat ? 2 : 1;  // of a weight
+    static constexpr int kHalves = kMultiply == Multiply::kHalf ? 1 : 2;  // instructions of a step
+    static constexpr int kSums = kTiles == 1 ? kParts : 1, kOfTile = 4 * kParts * kHalves, kMost = 40;
+    static constexpr int kAll = kSteps * kTiles, kKept = kAll * kOfTile <= kMost ? kAll : kMost / kOfTile;
+    struct Fragment {
+      u32 of[kHalves][kParts][4];
+    };
+    const FourOf<E>* const weights;
+    Fragment kept[kKept > 0 ? kKept : 1];
+    float d[kTiles][kSums][4];
+
+    static __device__ __forceinline__ int chunk(int step, int which) {
+      const int found = kOfStep * (int(threadIdx.x) / 32 + step * kWarps) + which;
+      return kWhole ? found : min(found, kChunks - 1);
+    }
+    __device__ __forceinline__ Fragment fragment(int i) const {
+      const int step = i / kTiles, tile = i % kTiles, lane = threadIdx.x % 32;
+      const FourOf<E> upper = weights[place(chunk(step, 0), tile * 2) + lane];
+      FourOf<E> lower{};
+      if (kTwice) {
+        lower = weights[place(chunk(step, 1), 0) + lane];
+      } else if (has(tile, 1)) {
+        lower = weights[place(chunk(step, 0), tile * 2 + 1) + lane];
+      }
+      Fragment found;
+      if constexpr (kMultiply == Multiply::kHalf) {
+        found.of[0][0][0] = pair_of(upper, 0), found.of[0][0][1] = pair_of(lower, 0);
+        found.of[0][0][2] = pair_of(upper, 1), found.of[0][0][3] = pair_of(lower, 1);
+      } else {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            u32 low;
+            split_apart<kMultiply>(float((e % 2 ? lower : upper).x[2 * half + e / 2]), found.of[half][0][e], low);
+            if (kParts == 2) found.of[half][kParts - 1][e] = low;
+          }
+        }
+      }
+      return found;
+    }
+    __device__ __forceinline__ void hold() {
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        kept[i] = fragment(i);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) pin(reinterpret_cast<int&>(kept[i].of[half][part][e]));
+          }
+        }
+      }
+    }
+    template <typename Source, typename Ask, typename Meanwhile>
+    __device__ __forceinline__ void multiply(int first, int rows, const Source& source, const Ask& ask,
+                                             const Meanwhile& meanwhile) {
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int s = 0; s < kSums; ++s) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) d[tile][s][i] = 0.0f;
+        }
+      }
+      const E* const from[1] = {source(first + min(lane / 4 % kRows, rows - 1))};
+#pragma unroll
+      for (int batch = 0; batch < kSteps; batch += kBatch) {
+        FourOf<E> b[kBatch][1];
+        const auto k = [&](int c) {
+          const int of_warp = kOfStep * (int(threadIdx.x) / 32 + (batch + c) * kWarps);
+          return (of_warp + (kTwice ? lane / 16 : 0)) * 16 + lane % 4 * 4;
+        };
+        read<true, kWhole && kSteps % kBatch == 0>(batch == 0, k, from, b, ask, meanwhile);
+#pragma unroll
+        for (int c = 0; c < kBatch; ++c) {
+          if (batch + c >= kSteps) break;
+          u32 high[4], low[4];
+          if constexpr (kMultiply == Multiply::kHalf) {
+            high[0] = pair_of(b[c][0], 0), high[1] = pair_of(b[c][0], 1);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) split<kMultiply>(float(b[c][0].x[e]), high[e], low[e]);
+          }
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            const int i = (batch + c) * kTiles + tile;
+            const Fragment a = i < kKept ? kept[i < kKept ? i : 0] : fragment(i);
+            if constexpr (kMultiply == Multiply::kHalf) {
+              mma_half<E>(d[tile][0], a.of[0][0], high);
+              continue;
+            }
+#pragma unroll
+            for (int half = 0; half < kHalves; ++half) {
+              float(&small)[4] = d[tile][kSums - 1];
+              if constexpr (kParts == 2) {
+                mma_tf32(small, a.of[half][kParts - 1], high + 2 * half);
+                mma_tf32(small, a.of[half][0], low + 2 * half);
+              }
+              mma_tf32(d[tile][0], a.of[half][0], high + 2 * half);
+            }
+          }
+        }
+      }
+    }
+    // Those of columns [begin, end), from partials[(term * apart + row) * pitch] on.
+    __device__ __forceinline__ void write(float* partials, int begin, int end, int apart, int pitch) const {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      if (kActive < kWarps && warp >= kActive) return;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float sums[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = kSums == 2 ? d[tile][0][i] + d[tile][kSums - 1][i] : d[tile][0][i];
+        if constexpr (kTwice) {
+          const bool second = lane % 4 >= 2;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float sum = second ? sums[i + 2] : sums[i];
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (!second) partials[(warp * apart + lane % 4 * 2 + i) * pitch + lane / 4] = sum;
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane % 4 * 2 + i % 2, column = tile * 16 + i / 2 * 8 + lane / 4;
+            if (has(tile, i / 2) && (kRows == 8 || row < kRows)) {
+              partials[(warp * apart + row) * pitch + column] = sums[i];
+            }
+          }
+        }
+      }
+    }
+  };
 
   // Up to 16 * parts rows from `first` on; parts is 1, 2 or 4.
   template <typename Source, typename Store, typename Ask, typename Meanwhile>

@@ -12,7 +12,8 @@ struct Call {
   long inner_stride, column_stride, stride;  // of the matrix; between rows
   float* result;                             // rows of all columns, zeros
   long count, columns;
-  long between;  // calls of it, or -1 for a product without it
+  long between;   // calls of it, or -1 for a product without it
+  long repeated;  // so many products one after the other, or 0
 };
 static Call* call;
 
@@ -32,7 +33,16 @@ static void launch(unsigned seed) {
     __syncthreads();
     const auto source = [](int i) { return static_cast<const E*>(call->rows) + i * call->stride; };
     const auto store = [](int i, int, int column, float sum) { call->result[i * call->columns + column] += sum; };
-    if (call->between < 0) {
+    if (call->repeated > 0) {
+      const bool done = Product::repeated(call->count, rank, weights, [&](auto products) {
+        if (!products.takes(call->count)) emulator::fail("another number of rows");
+        for (int i = 0; i < call->repeated; ++i) {
+          products.run(
+              call->count, partials, source, store, [] { ++call->between; }, [] { ++call->between; });
+        }
+      });
+      if (!done) call->between = -1;
+    } else if (call->between < 0) {
       Product::run(call->count, rank, weights, partials, source, store);
     } else {
       Product::run_between(

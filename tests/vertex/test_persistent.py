@@ -222,6 +222,19 @@ def test_scripts_run_on_a_processor(name, dtype, full, blocks, groups, tmp_path)
     check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full, groups=groups)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(("dtype", "size", "blocks"), [("float32", 40, 2), ("float32", 12, 4), ("bfloat16", 48, 3)])
+def test_chains_run_on_a_processor(dtype, size, blocks, tmp_path):
+    """Frontiers that follow each other with 8 rows of a group, then fewer and fewer, and no wait between them."""
+    children = [[[], *([i] for i in range(length - 1))] for length in (9, 9, 7, 7, 6, 6, 5, 5, 5, 4, 4, 4, 3, 2, 2, 1)]
+
+    def make():
+        return models.ChainLSTM(3, size)
+
+    check_written_kernels(make, True, dtype, tmp_path, blocks=blocks, groups=2, children=children)
+
+
 def test_on_the_cpu_it_is_batched():
     graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
     cell, x = models.TreeLSTM(4, 8), torch.randn(3, 4)

@@ -29,7 +29,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("matrix", "rows")),
         *((name, ctypes.c_long) for name in ("inner_stride", "column_stride", "stride")),
         ("result", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("count", "columns", "between")),
+        *((name, ctypes.c_long) for name in ("count", "columns", "between", "repeated")),
     ]
 
 
@@ -38,14 +38,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> ctypes._CFuncPtr:
     return emulated.build("resident_product", tmp_path_factory.mktemp("products")).run
 
 
-def multiplied(run, which: str, rows: torch.Tensor, matrix: torch.Tensor, between: bool = False) -> torch.Tensor:
+def multiplied(
+    run, which: str, rows: torch.Tensor, matrix: torch.Tensor, between: bool = False, repeated: int = 0
+) -> torch.Tensor | None:
     result = torch.zeros(len(rows), matrix.shape[1])
     call = Call(
         matrix.data_ptr(), rows.data_ptr(), *matrix.stride(), rows.stride(0), result.data_ptr(), *result.shape,
-        0 if between else -1,
+        0 if between or repeated else -1, repeated,
     )  # fmt: skip
     run([*CASES].index(which), ctypes.byref(call), 1)
-    assert call.between == (2 * 2 * 512 if between else -1)  # two of them by each thread of two blocks
+    if call.between < 0 and repeated:  # there is no room for the sums of two products of so many rows
+        assert which == "wide"
+        return None
+    # Two of them by each thread of two blocks.
+    assert call.between == (2 * 2 * 512 * max(1, repeated) if between or repeated else -1)
     return result
 
 
@@ -64,6 +70,18 @@ def test_any_number_of_rows(which, run):
             assert torch.equal(found, multiplied(run, which, rows[:count], given, between=True))
 
 
+@pytest.mark.parametrize("which", CASES)
+def test_few_rows_again_and_again(which, run):
+    torch.manual_seed(1)
+    inner, columns, dtype, bound = CASES[which]
+    matrix = torch.randn(inner, columns).to(dtype)
+    rows = torch.randn(8, inner).to(dtype)
+    want = (rows.double() @ matrix.double()).float()
+    for count in range(1, 9):
+        found = multiplied(run, which, rows[:count], matrix, repeated=3)
+        assert found is None or relative_error(found / 3, want[:count]) < bound, count
+
+
 @pytest.mark.parametrize("count", [1, 6, 20])
 def test_infinities(count, run):
     torch.manual_seed(1)
@@ -71,5 +89,7 @@ def test_infinities(count, run):
     matrix[7] = matrix[7].round()  # numbers without a low part
     matrix[7][matrix[7] == 0] = 1
     rows[count - 1, 7] = torch.inf
-    found, want = multiplied(run, "long", rows, matrix), rows @ matrix
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
+    want = rows @ matrix
+    for repeated in (0, 1) if count <= 8 else (0,):
+        found = multiplied(run, "long", rows, matrix, repeated=repeated)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)

@@ -242,6 +242,7 @@ def check_written_kernels(
     full: bool = False,
     seed: int = 7,
     groups: int = 1,
+    children: list[list[list[int]]] | None = None,
 ) -> None:
     """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
     those of all frontiers in one that scripts of so many groups drive, on a processor beside the operator. `full`: no
@@ -249,7 +250,8 @@ def check_written_kernels(
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
-    children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]], *([[[], [], [0, 1], [2]]] * 18 if tail else [])]
+    if children is None:
+        children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]], *([[[], [], [0, 1], [2]]] * 18 if tail else [])]
     if full:
         children = [[[], [], [0, 1]], [[], [], [], [1, 0], [3, 2], [4, 3]], [[]], [[], [], [0, 1], [2, 2]]]
     graphs = weft.Graphs.from_children(children)

@@ -145,8 +145,7 @@ class SourceWriter {
     for (const bool leaves : {false, true}) {
       if (leaves && (step.edges || step.leaf_code.empty())) continue;
       const auto body = [&](int each) {
-        const Parts parts = kernel_parts(program_, step, leaves, {&partition_.published, -1, {}}, each);
-        return parts.declared + parts.early + parts.meanwhile + parts.late + " }";
+        return kernel_parts(program_, step, leaves, {&partition_.published, -1, {}}, each).all() + " }";
       };
       cases += label(i, leaves ? ScriptInstruction::kRunLeaves : ScriptInstruction::kRun) +
                "{ constexpr int columns = " + std::to_string(step.width) + ";";
@@ -212,23 +211,25 @@ class SourceWriter {
     const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
     cases += label(i, ScriptInstruction::kRun) + kAwait + "product<Product" + n + ", " + type + ">(" + from + ", " +
              to + ", first, count, rank, " + weights + ", partials, " + bias + "); break;";
-    pair(i, "product_between<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, " + weights +
-                ", partials, sums, ");
+    pair(i, type, from + ", " + to + ", rank, " + weights + ", partials, sums");
     if (s.zeroes_leaves) {
       cases += label(i, ScriptInstruction::kZero) + "zero<" + columns_of(share, partition_.blocks) + ", " + type +
                ">(" + to + ", first, count, rank); break;";
     }
   }
 
-  // The kernel that may follow product `number` in one instruction, as statements around the product's, whose last
-  // argument is what is done while it waits for other blocks.
-  void pair(size_t number, const std::string& product) {
+  // Product `number`, of such elements, and the kernel that may follow it in one instruction.
+  void pair(size_t number, const std::string& type, const std::string& operands) {
     const int found = paired_kernel(partition_, number);
     if (found < 0) return;
     const auto k = static_cast<size_t>(found);
     const Share& share = partition_.shares[k];
     const Step kernel = of_all(k);
-    Placed placed{&partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)",
+    Placed placed{&partition_.published,
+                  partition_.steps[number]->target,
+                  {},
+                  {},
+                  "(q >= instruction.first && q < instruction.first + instruction.count)",
                   share.columns};
     int32_t local = 0;
     for (const Segment& g : partition_.shares[number].segments) {
@@ -239,20 +240,21 @@ class SourceWriter {
       if (g.width == kernel.width) {
         // On the same rows, or on those that the product's rows read.
         if (k > number) placed.sums.emplace_back(g.first, sum("pair"));
-        placed.used_sums.emplace_back(g.first, sum("(q - first)"));
+        placed.used_sums.emplace_back(g.first, sum("(q - instruction.first)"));
       }
       local += g.units(partition_.blocks);
     }
     const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
-    const std::string units = std::to_string(share.columns);
+    const auto statements = [](const std::string& text) { return ", [&] {" + text + " }"; };
+    const std::string n = std::to_string(number);
     cases += label(number, ScriptInstruction::kPair) + kAwait +
-             "{ constexpr int columns = " + std::to_string(kernel.width) + "; const int local = threadIdx.x % " +
-             units + ", own = rank * " + units +
-             " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
-             " && own < columns; const int pair = mine ? threadIdx.x / " + units +
-             " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.declared + " " +
-             product + "[&] { if (mine) { " + body.early + " } }, [&] { if (mine) { " + body.meanwhile +
-             " } }); if (mine) { " + body.late + " } } break;";
+             "{ constexpr int columns = " + std::to_string(kernel.width) + "; int pair, local, j, index;" +
+             body.declared + body.declared_ahead + " pairs<Product" + n + ", " + type + ", " + n + ", " +
+             std::to_string(share.columns) + ", columns, " + (k > number ? "true" : "false") +
+             ">(instruction, window, at, " + operands + ", Place{pair, local, j, index}" + statements(body.asked()) +
+             statements(body.indices + body.use) + statements(body.early + body.early_use) +
+             ", [&](int next) { row_ahead = next;" + body.ahead + " }" + statements(body.taken + body.use) +
+             statements(body.meanwhile) + statements(body.late) + "); } break;";
   }
 
   // Whether a gradient is the first and the last of the terms of its matrix or vector, as template arguments.

@@ -45,7 +45,7 @@ class Writer {
       instructions();
     }
     indices();
-    return {declared_, indices_ + early_ + users_, meanwhile_, text_};
+    return {declared_, indices_, use_, early_, users_, meanwhile_, text_, declared_ahead_, ahead_, taken_};
   }
 
  private:
@@ -153,27 +153,34 @@ class Writer {
   // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the
   // other, and in a small frontier nothing else hides them. Most rows have one use at most, which is looked up here.
   void indices() {
-    const auto index = [&](const std::string& name, const std::string& value) {
-      declared_ += " long long " + name + ";";
-      indices_ += " " + name + " = " + value + ";";
+    const auto index = [&](const std::string& name, const std::string& array, const std::string& end) {
+      declared_ += " int " + name + ";";
+      declared_ahead_ += " int " + name + "_ahead;";
+      indices_ += " " + name + " = " + array + "row" + end + ";";
+      ahead_ += " " + name + "_ahead = " + array + "row_ahead" + end + ";";
+      taken_ += " " + name + " = " + name + "_ahead;";
     };
     if (kernel_.edges) {
-      declared_ += " const long long edge = index;";
-      index("row", "edge_parents[edge]");
+      declared_ += " const int edge = index, row = edge_parents[edge];";
     } else {
-      declared_ += " const long long row = index;";
+      declared_ += " int row;";
+      declared_ahead_ += " int row_ahead;";
+      indices_ += " row = index;";
+      taken_ += " row = row_ahead;";
     }
-    if (reads_vertex_) index("vertex", "vertices[row]");
+    if (reads_vertex_) index("vertex", "vertices[", "]");
     for (const int32_t c : gathered_) {
       const std::string n = std::to_string(c);
-      index("child" + n, "gather[" + n + " * num_vertices + row]");
+      index("child" + n, "gather[" + n + " * num_vertices + ", "]");
     }
     if (reads_uses_) {
-      declared_ += " int uses, uses_end, first_user = 0, first_column = -1;";
-      indices_ += " uses = first_use[row], uses_end = first_use[row + 1];";
+      index("uses", "first_use[", "]");
+      index("uses_end", "first_use[", " + 1]");
+      declared_ += " int first_user = 0, first_column = -1;";
       // Behind the other loads, which need not wait for it.
-      users_ =
-          " if (uses < uses_end) { first_user = users[2 * uses]; first_column = users[2 * uses + 1];" + users_ + " }";
+      use_ =
+          " first_user = 0, first_column = -1; if (uses < uses_end) { first_user = users[2 * uses]; first_column = "
+          "users[2 * uses + 1]; }";
     }
   }
 
@@ -291,8 +298,8 @@ class Writer {
   void first_use(const Instruction& i) {
     const std::string e = "e" + std::to_string(&i - code_.data()),
                       r = result_.empty() ? "r" + std::to_string(i.result) : result_;
-    declared_ += " T " + e + " = T(0);";
-    users_ += " { const long long q = first_user;" + each_column(i, "first_column", e) + " }";
+    declared_ += " T " + e + ";";
+    users_ += " " + e + " = T(0); { const long long q = first_user;" + each_column(i, "first_column", e) + " }";
     text_ += " " + r + " = " + e + ";" + each_use("uses + 1") + each_column(i, "column", r) + " }";
   }
 
@@ -395,7 +402,7 @@ class Writer {
   int each_;
   std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
   const Placed placed_;
-  std::string declared_, indices_, early_, users_, meanwhile_, text_;
+  std::string declared_, indices_, use_, early_, users_, meanwhile_, text_, declared_ahead_, ahead_, taken_;
   std::set<int32_t> gathered_;  // columns
   bool reads_vertex_ = false, reads_uses_ = false;
   std::string result_;                    // instead of an instruction's register
@@ -405,8 +412,7 @@ class Writer {
 }  // namespace
 
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves, int each) {
-  const Parts parts = Writer(program, kernel, leaves, each).parts();
-  return parts.declared + parts.early + parts.meanwhile + parts.late;
+  return Writer(program, kernel, leaves, each).parts().all();
 }
 
 Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each) {

@@ -30,10 +30,16 @@ struct Placed {
   int columns = 1;  // of a block
 };
 
-// What the statements of a kernel body declare; beside a product those that ask memory and those that work out what
-// does not need the product, and what comes after it; else all are late, behind their loads.
+// What the statements of a kernel body declare; those that ask memory where the operands of its row are, and, by
+// `use`, of its first use by another row; beside a product those that ask for operands, of the row and of that use, and
+// those that work out what does not need the product, and what comes after it; else all are late, behind their loads.
 struct Parts {
-  std::string declared, early, meanwhile, late;
+  std::string declared, indices, use, early, early_use, meanwhile, late;
+  // The indices of row `row_ahead`, in variables of their own, and those as the indices of the row.
+  std::string declared_ahead, ahead, taken;
+
+  std::string asked() const { return indices + early + use + early_use; }
+  std::string all() const { return declared + asked() + meanwhile + late; }
 };
 Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed, int each = 1);
 

@@ -38,6 +38,7 @@ using weft::FourOf;
 using weft::Multiply;
 using weft::ResidentProduct;
 using weft::vertex::kCounterApart;
+using weft::vertex::kPauseClocks;
 using weft::vertex::kPersistentThreads;
 using weft::vertex::kScriptWindow;
 using weft::vertex::MatrixArgument;
@@ -72,23 +73,108 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
       });
 }
 
-// The same of the few rows of a pair, whose sums stay in `sums`, too; ask() and meanwhile() run while they are under
-// way.
-template <typename Product, typename E, typename Ask, typename Meanwhile>
-__device__ __forceinline__ void product_between(const BufferArgument& source, const BufferArgument& target, int first,
-                                                int count, int rank, const FourOf<E>* weights, unsigned char* partials,
-                                                float* sums, const Ask& ask, const Meanwhile& meanwhile) {
+// Until what other blocks publish with this one may be there.
+__device__ __forceinline__ void pause() {
+  if (kPauseClocks == 0) return;
+  for (const long long begun = clock64(); clock64() - begun < kPauseClocks;) {
+  }
+}
+
+// What a thread has of a pair's kernel: its `pair`-th row, `index` of all, and the block's `local`-th column, j of all.
+struct Place {
+  int &pair, &local, &j, &index;
+};
+
+// Pairs of product kNumber and a kernel of kWidth columns, of which a block has kUnits: the one at `at`, and those that
+// follow it in the window, as far as they are of as few rows. These have the weights in registers, and of each the
+// indices of its operands are there before its rows. In the product's few rows what a thread has lies in the warp that
+// adds them up, where both are of the same rows. asked() asks for a kernel's operands; indices(), of which there are
+// those of the next by ahead(row) and then taken(), and early() are the same in two; meanwhile() and late() come before
+// and after the sums.
+template <typename Product, typename E, int kNumber, int kUnits, int kWidth, bool kSameRows, typename Asked,
+          typename Indices, typename Early, typename Ahead, typename Taken, typename Meanwhile, typename Late>
+__device__ __forceinline__ void pairs(ScriptInstruction& instruction, const ScriptInstruction* window, int& at,
+                                      const BufferArgument& source, const BufferArgument& target, int rank,
+                                      const FourOf<E>* weights, unsigned char* partial_bytes, float* sums,
+                                      const Place& place, const Asked& asked, const Indices& indices,
+                                      const Early& early, const Ahead& ahead, const Taken& taken,
+                                      const Meanwhile& meanwhile, const Late& late) {
   static_assert(weft::vertex::kMostPairRows <= 2 * Product::kPartRows, "that many are taken at once");
-  const E* const from = static_cast<const E*>(source.data) + first * source.stride;
-  E* const to = static_cast<E*>(target.data) + first * target.stride;
-  const long long from_stride = source.stride, to_stride = target.stride;
+  float* const partials = reinterpret_cast<float*>(partial_bytes);
+  // Both have rows of this program, which are no longer than an int says.
+  const int from_stride = int(source.stride), to_stride = int(target.stride);
+  const E* rows;
+  E* to;
+  const auto begin = [&] {
+    rows = static_cast<const E*>(source.data) + instruction.first * source.stride;
+    to = static_cast<E*>(target.data) + instruction.first * target.stride;
+  };
+  const auto from = [&](int i) { return rows + i * from_stride; };
+  const auto store = [&](int i, int local, int column, float sum) {
+    to[i * to_stride + column] = E(sum);
+    sums[i * Product::kColumns + local] = float(E(sum));
+  };
+  // Whether the thread has a column.
+  const auto find = [&](int apart) {
+    place.pair = threadIdx.x / apart;
+    place.local = threadIdx.x % apart;
+    place.j = rank * kUnits + place.local;
+    return place.local < kUnits && place.j < kWidth;
+  };
+  const bool done = Product::repeated(instruction.count, rank, weights, [&](auto products) {
+    constexpr int kApart = kSameRows ? Product::kRowLanes : kUnits;
+    const bool has = find(kApart);
+    bool mine = has && place.pair < instruction.next_count, is_first = true;
+    if (mine) {
+      place.index = instruction.next_first + place.pair;
+      indices();
+    }
+    for (;;) {
+      begin();
+      const unsigned place_of_next = unsigned(at + 1) % kScriptWindow;
+      const ScriptInstruction& next = window[place_of_next];
+      const bool goes_on = place_of_next != 0 && next.op == ScriptInstruction::kPair && next.step == kNumber &&
+                           products.takes(next.count);
+      const bool mine_next = goes_on && has && place.pair < next.next_count;
+      products.run(
+          instruction.count, partials, from, store,
+          [&] {
+            // What the kernel before wrote is seen by this one, and no warp asks for what other blocks publish
+            // before this block has published its own: that cannot be there, and keeps memory from what can.
+            if (!is_first) __syncthreads();
+            if (mine) early();
+            if (mine_next) ahead(next.next_first + place.pair);
+            if (!is_first) pause();
+          },
+          [&] {
+            if (mine) meanwhile();
+          });
+      const bool in_warp = kSameRows
+                               ? Product::kRowLanes <= 32
+                               : instruction.count * Product::kRowLanes <= 32 && instruction.next_count * kUnits <= 32;
+      in_warp ? __syncwarp() : __syncthreads();
+      if (mine) late();
+      if (!goes_on) return;
+      is_first = false;
+      ++at;
+      instruction = next;
+      mine = mine_next;
+      if (mine) taken();
+    }
+  });
+  if (done) return;
+  begin();
+  const bool mine = find(kUnits) && place.pair < instruction.next_count;
+  place.index = instruction.next_first + place.pair;
   Product::run_between(
-      count, rank, weights, reinterpret_cast<float*>(partials), [=](int i) { return from + i * from_stride; },
-      [=](int i, int local, int column, float sum) {
-        to[i * to_stride + column] = E(sum);
-        sums[i * Product::kColumns + local] = float(E(sum));
+      instruction.count, rank, weights, partials, from, store,
+      [&] {
+        if (mine) asked();
       },
-      ask, meanwhile);
+      [&] {
+        if (mine) meanwhile();
+      });
+  if (mine) late();
 }
 
 // Before the first use of what is on its way from the matrices; kernels of leaves run meanwhile.
@@ -145,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
       if (threadIdx.x < kScriptWindow) window[threadIdx.x] = script[at + threadIdx.x];
       __syncthreads();
     }
-    const ScriptInstruction instruction = window[at % kScriptWindow];
+    ScriptInstruction instruction = window[at % kScriptWindow];
     const int first = instruction.first, count = instruction.count;
     if (instruction.op == ScriptInstruction::kEnd) {
       await_weights(loading);  // nothing may come into the memory of a block that has ended
