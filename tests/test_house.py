@@ -119,6 +119,7 @@ def test_a_room_stands_on_lower_floors(path: Path):
 
 ALONE = {
     r"\basm\b": {
+        "common/cuda/boxes.cuh",
         "common/cuda/ptx.jit.cuh",
         "common/cuda/warpgroup.jit.cuh",
         "common/cuda/wide_product.jit.cuh",

@@ -43,9 +43,26 @@ using namespace weft::scan;
 
 Tiles tiles;
 
-template <typename T, bool kGradients>
+template <typename T, bool kGradients, bool kEngine>
 void kernel() {
-  run_tiles<T, kGradients>(tiles, emulator::current->block->shared);
+  if constexpr (kEngine) {
+    run_tiles_by_engine<T, kGradients>(tiles, emulator::current->block->shared);
+  } else {
+    run_tiles<T, kGradients>(tiles, emulator::current->block->shared);
+  }
+}
+
+// The map of (steps, B, H), of which the first step of processing is at `first`.
+template <typename T>
+weft::TensorMap map_of(const void* first, int64_t stride_t, int64_t stride_b, int64_t steps) {
+  constexpr int kSize = int(sizeof(T));
+  const LinearScan& scan = tiles.problem.scan;
+  auto* const base = static_cast<char*>(const_cast<void*>(first)) + (stride_t < 0 ? (steps - 1) * stride_t * kSize : 0);
+  return {base,
+          {scan.H, steps, scan.B},
+          {kSize, std::abs(stride_t) * kSize, stride_b * kSize},
+          {TileShape<T>::kWidth, TileShape<T>::kStrands * tiles.steps},
+          kSize};
 }
 
 }  // namespace
@@ -62,7 +79,7 @@ extern "C" int64_t chunks_of(int64_t T, int steps) {
 }
 
 extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, int blocks, int favour,
-                    void* sums, unsigned seed) {
+                    void* sums, bool engine, unsigned seed) {
   using T = Element<SIZE>;
   using S = TileShape<T>;
   weft::when.seed(seed);
@@ -72,6 +89,8 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   tiles = {};
   tiles.problem = *problem;
   const LinearScan& scan = problem->scan;
+  engine &= pieces && scan.A_t != 0 && S::engine_steps(steps) > 0 && scan.T > S::kTileStrands * S::engine_steps(steps);
+  if (engine) steps = S::engine_steps(steps);
   tiles.slabs_per_row = (scan.H + S::kWidth - 1) / S::kWidth;
   tiles.slabs = scan.B * tiles.slabs_per_row;
   tiles.chunks = chunks_of(scan.T, steps);
@@ -91,6 +110,16 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
     blocks = int(all);
   }
   tiles.sums = sums;
-  emulator::launch(gradients ? kernel<T, true> : kernel<T, false>, blocks, kTileThreads, 1,
-                   size_t(tile_shared_bytes<T>(steps, gradients, tiles.slots)), seed);
+  void (*run)() = gradients ? kernel<T, true, false> : kernel<T, false, false>;
+  if (engine) {
+    run = gradients ? kernel<T, true, true> : kernel<T, false, true>;
+    tiles.turned = scan.b_t < 0;
+    tiles.A_skipped = scan.x0 == nullptr;
+    const auto at = [](const void* p, int64_t offset) { return static_cast<const T*>(p) + offset; };
+    tiles.A_map = map_of<T>(at(scan.A, tiles.A_skipped * scan.A_t), scan.A_t, scan.A_b, scan.T - tiles.A_skipped);
+    tiles.b_map = map_of<T>(scan.b, scan.b_t, scan.b_b, scan.T);
+    if (gradients) tiles.x_map = map_of<T>(problem->x, problem->x_t, problem->x_b, scan.T - 1);
+  }
+  emulator::launch(run, blocks, kTileThreads, 1, size_t(tile_shared_bytes<T>(steps, gradients, tiles.slots, engine)),
+                   seed);
 }

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -73,9 +74,8 @@ struct Block {
   std::vector<Stored> stored;  // by 16 bytes
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
-  uint32_t arrivals_at = 0;  // of the first of two, 0 before it is initialised
-  Arrivals arrivals[2];
-  Meeting meeting, others[16];  // of all threads, and of those that name a barrier
+  std::map<uint32_t, Arrivals> arrivals;  // by address
+  Meeting meeting, others[16];            // of all threads, and of those that name a barrier
   std::vector<std::unique_ptr<Warp>> warps;
   int running = 0;
   double speed = 1;
@@ -115,6 +115,16 @@ inline void meet(Meeting& m) {
   yield();
 }
 
+// Meets without waiting.
+inline void arrive(Meeting& m) {
+  if (++m.arrived == m.expected) {
+    m.arrived = 0;
+    runnable.insert(runnable.end(), m.waiting.begin(), m.waiting.end());
+    m.waiting.clear();
+  }
+  yield();
+}
+
 using Brought = const uint32_t (*)[kWords];
 // What every lane of the warp has brought.
 inline Brought gather(const uint32_t* mine, int count) {
@@ -148,10 +158,9 @@ inline Block& block_at(uint32_t address) {
   return *blocks[rank - 1];
 }
 inline Arrivals& arrivals_at(Block& block, uint32_t address) {
-  const uint32_t offset = address & ((1u << kRankBits) - 1);
-  if (block.arrivals_at != 0 && offset == block.arrivals_at) return block.arrivals[0];
-  if (block.arrivals_at != 0 && offset == block.arrivals_at + 8) return block.arrivals[1];
-  fail("no barrier at this address");
+  const auto found = block.arrivals.find(address & ((1u << kRankBits) - 1));
+  if (found == block.arrivals.end()) fail("no barrier at this address");
+  return found->second;
 }
 
 // Runs `kernel` in blocks of `threads`, `cluster` of which are a cluster.

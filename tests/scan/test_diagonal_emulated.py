@@ -44,10 +44,16 @@ class Case(NamedTuple):
     favour: int = 0
     kind: str = "tame"
     offset: int = 0  # elements that addresses are off any alignment
+    turned: bool = False  # the last step lies first
 
 
 def address(t: Tensor, *index: int) -> int:
     return t.data_ptr() + sum(i * s for i, s in zip(index, t.stride(), strict=True)) * t.element_size()
+
+
+def begin(t: Tensor, step: int, turned: bool) -> int:
+    """The address of a step, which may be beyond the ends."""
+    return t.data_ptr() + (t.shape[0] - 1 - step if turned else step) * t[0].numel() * t.element_size()
 
 
 def off(t: Tensor, offset: int) -> Tensor:
@@ -85,11 +91,13 @@ Run = Callable[[DiagonalGradients, Case, int, Tensor | None, int], None]  # int:
 """Runs the scan, or with sums, (chunks, B, H) of nothing yet, the gradients."""
 
 
-def by_tiles(library: ctypes.CDLL) -> Run:
+def by_tiles(library: ctypes.CDLL, engine: bool = True) -> Run:
+    """`engine`: the copy engine moves what it can."""
+
     def run(problem: DiagonalGradients, case: Case, size: int, sums: Tensor | None, seed: int) -> None:
         pieces = case.offset == 0 and case.H * size % 16 == 0
         to = None if sums is None else ctypes.c_void_p(sums.data_ptr())
-        library.run(ctypes.byref(problem), sums is not None, case.steps, pieces, 3, case.favour, to, seed)
+        library.run(ctypes.byref(problem), sums is not None, case.steps, pieces, 3, case.favour, to, engine, seed)
 
     return run
 
@@ -127,16 +135,21 @@ def wide(t: Tensor) -> Tensor:
 def forward(run: Run, case: Case, dtype: torch.dtype, seed: int) -> None:
     size = dtype.itemsize
     torch.manual_seed(seed)
-    A, b, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
-    results = []
+    as_time = (lambda t: t.flip(0)) if case.turned else (lambda t: t)
+    *given, x0 = inputs(case, dtype)
+    A, b = (off(as_time(t), case.offset) for t in given)
+    x0 = None if x0 is None else off(x0, case.offset)
+    sign, results = -1 if case.turned else 1, []
     for again in range(2):
         out = off(torch.full_like(b, torch.nan), case.offset)
-        scan = LinearScan(A=A.data_ptr(), A_t=0 if case.constant else A.stride(0), A_b=A.stride(1), A_row=1,
-                          b=b.data_ptr(), b_t=b.stride(0), b_b=b.stride(1), x0=None if x0 is None else x0.data_ptr(),
-                          x0_b=case.H, out=out.data_ptr(), out_t=out.stride(0), out_b=out.stride(1), T=case.T, B=case.B,
-                          H=case.H, dtype=TYPES[dtype])  # fmt: skip
+        scan = LinearScan(A=begin(A, 0, case.turned), A_t=0 if case.constant else sign * A.stride(0), A_b=A.stride(1),
+                          A_row=1, b=begin(b, 0, case.turned), b_t=sign * b.stride(0), b_b=b.stride(1),
+                          x0=None if x0 is None else x0.data_ptr(), x0_b=case.H, out=begin(out, 0, case.turned),
+                          out_t=sign * out.stride(0), out_b=out.stride(1), T=case.T, B=case.B, H=case.H,
+                          dtype=TYPES[dtype])  # fmt: skip
         run(DiagonalGradients(scan=scan), case, size, None, 2 * seed + again)
-        results.append(out)
+        results.append(as_time(out))
+    A, b = map(as_time, (A, b))
     want = linear_scan_reference(wide(A).expand(b.shape), wide(b), None if x0 is None else wide(x0))
     assert close(results[0], want, 4 * BOUNDS[dtype.to_real()])
     first, second = (r.where(~r.isnan(), 0) for r in results)
@@ -148,20 +161,26 @@ def gradients(run: Run, case: Case, dtype: torch.dtype, seed: int) -> None:
     size, state = dtype.itemsize, dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
     torch.manual_seed(seed)
     T, B, H = case.T, case.B, case.H
-    A, grad, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
+    as_time = (lambda t: t.flip(0)) if case.turned else (lambda t: t)
+    *given, x0 = inputs(case, dtype)
+    A, grad = (off(as_time(t), case.offset) for t in given)
+    x0 = None if x0 is None else off(x0, case.offset)
     x, grad_A, grad_b = (off(torch.randn(T, B, H, dtype=state).to(dtype), case.offset) for _ in range(3))
     strands = 4 * size  # of a tile
     sums = torch.full((-(-T // (strands * case.steps)), B, H), torch.nan, dtype=state)
     grad_x0 = torch.full((B, H), torch.nan, dtype=state)
-    end, step = (T - 1) * B * H * size, 0 if case.constant else B * H
+    back = B * H if case.turned else -B * H
     start = None if x0 is None else x0.data_ptr()
-    scan = LinearScan(A=A.data_ptr() + T * step * size, A_t=-step, A_b=H, A_row=1, b=grad.data_ptr() + end, b_t=-B * H,
-                      b_b=H, out=grad_b.data_ptr() + end, out_t=-B * H, out_b=H, T=T, B=B, H=H,
+    last_A, step = (A.data_ptr(), 0) if case.constant else (begin(A, T, case.turned), back)
+    scan = LinearScan(A=last_A, A_t=step, A_b=H, A_row=1, b=begin(grad, T - 1, case.turned), b_t=back, b_b=H,
+                      out=begin(grad_b, T - 1, case.turned), out_t=back, out_b=H, T=T, B=B, H=H,
                       dtype=TYPES[dtype])  # fmt: skip
-    problem = DiagonalGradients(scan=scan, x=x.data_ptr() + end - B * H * size, x_t=-B * H, x_b=H, x0=start, x0_b=H,
-                                grad_A=grad_A.data_ptr() + end, grad_A_t=-B * H, grad_A_b=H, summed=case.constant,
-                                grad_x0=None if x0 is None else grad_x0.data_ptr(), wide_x0=True)  # fmt: skip
+    problem = DiagonalGradients(scan=scan, x=begin(x, T - 2, case.turned), x_t=back, x_b=H, x0=start, x0_b=H,
+                                grad_A=begin(grad_A, T - 1, case.turned), grad_A_t=back, grad_A_b=H,
+                                summed=case.constant, grad_x0=None if x0 is None else grad_x0.data_ptr(),
+                                wide_x0=True)  # fmt: skip
     run(problem, case, size, sums, seed)
+    A, grad, x, grad_A, grad_b = map(as_time, (A, grad, x, grad_A, grad_b))
     zeros = wide(torch.zeros(1, B, H, dtype=dtype))
     after = torch.cat([wide(A).conj().expand(T, B, H)[1:], zeros])
     lambdas = linear_scan_reference(after, wide(grad), reverse=True)
@@ -191,6 +210,8 @@ CASES = [
     Case(300, 1, 8, 4, kind="swings"),
     Case(150, 2, 8, 2, kind="bad"),
     Case(550, 1, 4, 2, favour=1),  # more tiles than a warp looks at
+    Case(300, 2, 36, 3, turned=True),
+    Case(161, 1, 40, 2, x0=False, turned=True),
 ]
 
 
@@ -205,6 +226,7 @@ WALKED = [
     Case(40, 2, 40, 2, constant=True),
     Case(150, 2, 8, 2, kind="bad"),
     Case(150, 1, 8, 2, kind="swings"),
+    Case(33, 1, 72, 4, turned=True),
 ]
 
 
@@ -223,9 +245,10 @@ def build(kernel: str, dtype: torch.dtype, folder: Path, **macros: int) -> ctype
     return emulated.build(kernel, folder, SIZE=dtype.itemsize, COMPLEX=dtype.is_complex, **macros)
 
 
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
-def test_the_tiles_on_a_processor(dtype: torch.dtype, tmp_path) -> None:
-    assert passes(by_tiles(build("diagonal_tiles", dtype, tmp_path)), dtype, CASES)
+def test_the_tiles_on_a_processor(dtype: torch.dtype, engine: bool, tmp_path) -> None:
+    assert passes(by_tiles(build("diagonal_tiles", dtype, tmp_path), engine), dtype, CASES)
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -296,12 +319,31 @@ FLAWS = {
     "keeps totals of one tile": ("half_(int(number % 2))", "half_(0)"),
     "stops a tile early": ("(sums ? 4 : 3)", "(sums ? 3 : 2)"),
 }
+ENGINE_FLAWS = {
+    "does not wait for its boxes": ("    mbarrier_wait(come(), number_ / kSlots % 2);\n", ""),
+    "waits for the phase before": ("number_ / kSlots % 2", "(number_ / kSlots + 1) % 2"),
+    "fetches before it has written": (
+        "      tile(number).replay();\n      fetch(number + kSlots);\n",
+        "      fetch(number + kSlots);\n      tile(number).replay();\n",
+    ),
+    "reads an A before the first": ("first_ - tiles_.A_skipped", "first_"),
+    "has no x0": ("if (g.x != nullptr && g.x0 != nullptr && owned_", "if (g.x0 == nullptr && owned_"),
+    "takes the warps in order": ("tiles_.turned ? kTileWarps - 1 - warp_ : warp_", "warp_"),
+    "makes totals of what is not used": ("      if (number >= 2) barrier_sync(kUsed + number % 2, kMany);\n", ""),
+    "gives starts that are not read": ("        barrier_sync(kRead + number % 2, kMany);\n", ""),
+    "starts before the starts are there": ("      barrier_sync(kGiven + number % 2, kMany);\n", ""),
+    "finds before the totals are there": ("      barrier_sync(kMade + number % 2, 64);\n", ""),
+}
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
-def test_the_emulator_notices(flaw: str, tmp_path) -> None:
-    folder = emulated.with_flaw("scan/linear/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
-    assert not passes(by_tiles(build("diagonal_tiles", torch.float32, folder)), torch.float32, CASES)
+@pytest.mark.parametrize(
+    ("engine", "flaw"), [*((False, flaw) for flaw in FLAWS), *((True, flaw) for flaw in ENGINE_FLAWS)]
+)
+def test_the_emulator_notices(engine: bool, flaw: str, tmp_path) -> None:
+    folder = emulated.with_flaw(
+        "scan/linear/cuda/diagonal_tiles.cuh", *(ENGINE_FLAWS if engine else FLAWS)[flaw], tmp_path
+    )
+    assert not passes(by_tiles(build("diagonal_tiles", torch.float32, folder), engine), torch.float32, CASES)
 
 
 WALK_FLAWS = {

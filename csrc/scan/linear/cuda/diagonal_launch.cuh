@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "common/cuda/device_costs.h"
+#include "common/cuda/tensor_map.h"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/linear/cuda/diagonal_tiles.cuh"
@@ -46,10 +47,16 @@ __global__ void __launch_bounds__(32)
   run_walk<T, false, kMany, true>(g, slabs_per_row, memory, message);
 }
 
-template <typename T, bool kGradients>
+template <typename T, bool kGradients, bool kEngine>
 __global__ void __launch_bounds__(kTileThreads, 1) tiles_kernel(const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(128) unsigned char memory[];
-  run_tiles<T, kGradients>(tiles, memory);
+  if constexpr (!kEngine) {
+    run_tiles<T, kGradients>(tiles, memory);
+  } else {
+#if __CUDA_ARCH__ >= 900
+    run_tiles_by_engine<T, kGradients>(tiles, memory);
+#endif
+  }
 }
 
 // The sum of what the chunks have added to each channel.
@@ -96,6 +103,48 @@ void walk(const DiagonalGradients& g, cudaStream_t stream) {
          slabs_per_row);
 }
 
+// Whether the copy engine reads and writes this kernel's tiles here.
+template <typename T, bool kGradients>
+bool has_engine() {
+  if (device_limits().compute_capability < 90) return false;
+  // Code for an older architecture, which a newer device compiles for itself, does not know it.
+  static thread_local int versions[64] = {};
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  if (versions[device] == 0) {
+    cudaFuncAttributes attributes{};
+    cuda_check(cudaFuncGetAttributes(&attributes, tiles_kernel<T, kGradients, true>), "linear_scan_diagonal_tiles");
+    versions[device] = attributes.ptxVersion;
+  }
+  return versions[device] >= 90;
+}
+
+// Makes the maps of all tensors; false where one has none, as of a stride of zero.
+template <typename T>
+bool map_tensors(Tiles& tiles) {
+  using S = TileShape<T>;
+  constexpr int64_t kSize = sizeof(T);
+  const DiagonalGradients& g = tiles.problem;
+  const LinearScan& s = g.scan;
+  tiles.turned = s.b_t < 0;
+  tiles.A_skipped = s.x0 == nullptr ? 1 : 0;
+  // `first`: of a step of processing, `skipped` after the tensor's address; `left_out`: of all steps.
+  const auto make = [&](const void* base, int64_t stride_t, int64_t stride_b, int skipped, int left_out,
+                        TensorMap& map) {
+    if (base == nullptr) return true;
+    if (stride_t == 0 || (stride_t < 0) != tiles.turned) return false;
+    const int64_t steps = s.T - left_out;
+    const char* const first = static_cast<const char*>(base) + skipped * stride_t * kSize;
+    MappedTensor tensor{first + (stride_t < 0 ? (steps - 1) * stride_t * kSize : 0), int(kSize)};
+    tensor.extents[0] = s.H, tensor.extents[1] = steps, tensor.extents[2] = s.B;
+    tensor.strides[0] = std::abs(stride_t) * kSize, tensor.strides[1] = (s.B > 1 ? stride_b : s.H) * kSize;
+    tensor.box[0] = S::kWidth, tensor.box[1] = S::kStrands * tiles.steps;
+    return tensor.strides[1] > 0 && make_tensor_map(tensor, &map);
+  };
+  return make(s.A, s.A_t, s.A_b, tiles.A_skipped, tiles.A_skipped, tiles.A_map) &&
+         make(s.b, s.b_t, s.b_b, 0, 0, tiles.b_map) && make(g.x, g.x_t, g.x_b, 0, 1, tiles.x_map);
+}
+
 template <typename T, bool kGradients>
 void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, cudaStream_t stream) {
   using S = TileShape<T>;
@@ -108,18 +157,33 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   const DeviceLimits& device = device_limits();
   const int64_t sms = device.sm_count;
   auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
-  auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
+  auto shared_bytes = [&](int steps, int slots, bool engine) {
+    return tile_shared_bytes<T>(steps, kGradients, slots, engine);
+  };
   int steps = kMostSteps;
   while (steps > 1 &&
-         (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
+         (shared_bytes(steps, kSlots, false) > device.max_shared_per_block ||
           (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
     --steps;
   }
   // As even as can be; a short T is one chunk of a few steps per strand.
   tiles.chunks = chunks(steps);
   tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
+  // The copy engine takes some numbers of steps alone; of a single chunk or few steps there is little to gain.
+  const int engine_steps = S::engine_steps(steps);
+  bool engine = pieces && tiles.chunks > 1 && engine_steps > 0 && s.T <= INT32_MAX / 2 && has_engine<T, kGradients>();
+  if (engine) {
+    Tiles mapped = tiles;
+    mapped.chunks = chunks(engine_steps);
+    mapped.steps = S::engine_steps(int(ceil_div(s.T, S::kTileStrands * mapped.chunks)) +
+                                   (S::kStrands > 1 ? 1 : 128 / S::kRowBytes - 1));
+    mapped.chunks = chunks(mapped.steps);
+    engine = mapped.chunks > 1 && map_tensors<T>(mapped);
+    if (engine) tiles = mapped;
+  }
   const int64_t all = tiles.slabs * tiles.chunks;
-  if (all + sms > int64_t(UINT32_MAX)) throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
+  if (all + (kSlots + 1) * sms > int64_t(UINT32_MAX))
+    throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
   const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
   tiles.slots = in_turn ? kSlots : 1;
 
@@ -139,8 +203,9 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   }
   if (sums && !apart) tiles.sums = g.grad_A;
   launch(kGradients ? "linear_scan_diagonal_gradients_tiles" : "linear_scan_diagonal_tiles",
-         tiles_kernel<T, kGradients>, Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
-         size_t(shared_bytes(tiles.steps, tiles.slots)), stream, tiles);
+         engine ? tiles_kernel<T, kGradients, true> : tiles_kernel<T, kGradients, false>,
+         Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
+         size_t(shared_bytes(tiles.steps, tiles.slots, engine)), stream, tiles);
   if (apart) {
     using State = state_t<T>;
     launch("linear_scan_diagonal_sums", sum_chunks_kernel<State>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,

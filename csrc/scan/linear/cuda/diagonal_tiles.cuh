@@ -19,6 +19,8 @@
 //      whichever states were there: the same bits in every run. It publishes the state after the tile, and gives every
 //      strand its own.
 //   4. The writers run through the strands of the oldest, in shared memory, and write them, 16 bytes a lane.
+//   Where the copy engine reads, no role waits for another but for the tile itself (run_tiles_by_engine): a finder that
+//   waits for other blocks then holds up neither the totals that others wait for nor the memory.
 // Where a total cannot say what follows a state, the steps themselves do: the finder runs the tile's strands one after
 //   the other, and who follows a tile's total waits for the state after it. By channel, so that none sees its
 //   neighbours.
@@ -31,6 +33,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cuda/boxes.cuh"
 #include "common/cuda/ptx.jit.cuh"
 #include "scan/linear/cuda/chunk_status.cuh"
 #include "scan/linear/cuda/diagonal_totals.cuh"
@@ -51,6 +54,11 @@ struct TileShape {
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
   static constexpr int kTotalWords = Total<state_t<T>>::kWords, kWords = kTotalWords + 1;
+  // Steps that the copy engine takes: it lays rows after each other from addresses that are multiples of 128, and the
+  // strands of a warp lie in different banks.
+  static constexpr int engine_steps(int most) {
+    return kStrands > 1 ? (most - 1) | 1 : most - most % (128 / kRowBytes);
+  }
   // Rows from strand to strand, so that the strands of a warp lie in different banks.
   static constexpr int stride(int steps) {
     constexpr int kRows = 128 / kRowBytes;  // that all banks hold
@@ -69,6 +77,10 @@ struct Tiles {
   uint32_t* status;             // (slabs, chunks), zero; of several chunks alone, as words
   uint64_t* words;              // (chunks, slabs, kWords, kLanes), zero
   void* sums;                   // (chunks, B, H) in the dtype of the state: what each adds to a summed gradient of A
+  // For the copy engine: (H, T, B) of each tensor, of the steps that may be read; boxes are a warp's rows.
+  bool turned;    // addresses fall from step to step
+  int A_skipped;  // steps before the map of A begins
+  TensorMap A_map, b_map, x_map;
 };
 
 // Where a tile is.
@@ -78,8 +90,9 @@ struct Place {
 };
 
 template <typename T>
-struct alignas(16) TileShared {
+struct alignas(128) TileShared {
   using Shape = TileShape<T>;
+  uint64_t come[kSlots][kTileWarps];  // barriers: the rows of a warp
   static constexpr int kPlaces = 8;
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
   double totals[2][Shape::kTileStrands][Shape::kTotalWords][Shape::kLanes];
@@ -89,14 +102,14 @@ struct alignas(16) TileShared {
 };
 
 template <typename T>
-constexpr int64_t tile_shared_bytes(int steps, bool gradients, int slots) {
+constexpr int64_t tile_shared_bytes(int steps, bool gradients, int slots, bool engine) {
   using S = TileShape<T>;
-  return int64_t(slots) * (gradients ? 3 : 2) * S::kTileStrands * S::stride(steps) * S::kRowBytes +
+  return int64_t(slots) * (gradients ? 3 : 2) * S::kTileStrands * (engine ? steps : S::stride(steps)) * S::kRowBytes +
          int64_t(sizeof(TileShared<T>));
 }
 
 // The `number`-th tile of a block, as one warp sees it.
-template <typename T, bool kGradients>
+template <typename T, bool kGradients, bool kEngine>
 class Tile {
   using S = TileShape<T>;
   using Acc = state_t<T>;
@@ -112,10 +125,13 @@ class Tile {
         half_(int(number % 2)),
         warp_(int(threadIdx.x) / 32 % kTileWarps),
         lane_(int(threadIdx.x) % 32 % kLanes),
-        strand_(int(threadIdx.x) % 32 / kLanes) {
-    const int rows = S::stride(tiles.steps) * S::kTileStrands;
+        strand_(int(threadIdx.x) % 32 / kLanes),
+        number_(number) {
+    const int rows = between() * S::kTileStrands;
     const unsigned slot = tiles.slots == 1 ? 0 : number % kSlots;
     A_ = memory + sizeof(TileShared<T>) + slot * (kGradients ? 3 : 2) * rows * kRowBytes;
+    row_bytes_ = kEngine && tiles.turned ? -kRowBytes : kRowBytes;
+    first_at_ = (row_bytes_ < 0 ? (rows - 1) * kRowBytes : 0) + lane_ * int(sizeof(T));
     b_ = A_ + rows * kRowBytes;
     x_ = b_ + rows * kRowBytes;
     begin_ = place_.chunk * S::kTileStrands * tiles.steps;
@@ -141,6 +157,32 @@ class Tile {
     }
   }
 
+  // The same by the copy engine, which writes zeros where there is nothing. One lane.
+  __device__ void fetch_boxes() const {
+    const u32 barrier = come();
+    const int bytes = kStrands * tiles_.steps * kRowBytes, rows = kGradients && tiles_.problem.x != nullptr ? 3 : 2;
+    mbarrier_expect(barrier, u32(rows * bytes));
+    const int64_t end = scan_.T - first_ - kStrands * tiles_.steps;  // steps after the warp's
+    fetch_box(A_, tiles_.A_map, tiles_.turned ? end : first_ - tiles_.A_skipped, barrier);
+    fetch_box(b_, tiles_.b_map, tiles_.turned ? end : first_, barrier);
+    if (rows == 3) fetch_box(x_, tiles_.x_map, tiles_.turned ? end - 1 : first_, barrier);
+  }
+  // One lane, of a tile that is not there: who waits for it finds that out.
+  __device__ void fetch_nothing() const { mbarrier_expect(come(), 0); }
+  // All lanes.
+  __device__ void wait_for_boxes() const {
+    mbarrier_wait(come(), number_ / kSlots % 2);
+    if constexpr (kGradients) {
+      // Before the last step of processing there was x0.
+      const DiagonalGradients& g = tiles_.problem;
+      const int strand = warp_ * kStrands + strand_, count = strand_steps(strand);
+      if (g.x != nullptr && g.x0 != nullptr && owned_ && count > 0 &&
+          begin_ + strand * tiles_.steps + count == scan_.T) {
+        write(x_, strand, count - 1, element(g.x0, place_.row * g.x0_b)[lane_]);
+      }
+    }
+    __syncwarp();
+  }
   __device__ void make_totals() {
     const int strand = warp_ * kStrands + strand_, count = strand_steps(strand);
     Total<Acc> total;
@@ -173,8 +215,9 @@ class Tile {
     if (!last && place_.chunk > 0) put_status(kTotal);
   }
 
-  // The finder alone.
-  __device__ void find_starts() {
+  // The finder alone. `wait`: until the starts of the tile two before are not needed any more.
+  template <typename F>
+  __device__ void find_starts(const F& wait) {
     const bool last = place_.chunk + 1 == tiles_.chunks;
     const Group group = group_totals();
     Acc before, after;
@@ -185,6 +228,7 @@ class Tile {
     if (!last) known &= group.all.follow(roundings(), after);
     const bool all_known = !__any_sync(~0u, !known);
     if (all_known && !last) publish_state(after);
+    wait();
     const bool again = !give_starts(group, before);
     if (__any_sync(~0u, again || !all_known)) {
       __syncwarp();
@@ -243,6 +287,7 @@ class Tile {
         }
       }
     }
+    if constexpr (kEngine) fence_copy_engine();
     __syncwarp();  // before the next tile's rows come in
   }
 
@@ -256,8 +301,23 @@ class Tile {
   }
 
  private:
+  // Rows from strand to strand.
+  __device__ int between() const {
+    return kEngine ? tiles_.steps : S::stride(tiles_.steps);
+  }
   __device__ int at(int strand, int i) const {
-    return (strand * S::stride(tiles_.steps) + i) * kRowBytes + lane_ * int(sizeof(T));
+    return first_at_ + (strand * between() + i) * row_bytes_;
+  }
+  // The warp's rows.
+  __device__ int box() const {
+    const int rows = kStrands * tiles_.steps;
+    return (tiles_.turned ? kTileWarps - 1 - warp_ : warp_) * rows * kRowBytes;
+  }
+  __device__ u32 come() const {
+    return shared_address(&shared_.come[number_ % kSlots][warp_]);
+  }
+  __device__ void fetch_box(unsigned char* to, const TensorMap& map, int64_t row, u32 barrier) const {
+    copy_box(shared_address(to + box()), map, int(place_.h0), int(row), int(place_.row), barrier);
   }
   __device__ T read(const unsigned char* rows, int strand, int i) const {
     return *reinterpret_cast<const T*>(rows + at(strand, i));
@@ -284,6 +344,10 @@ class Tile {
   }
   // Bytes from the tile's first row to row i of the warp's strands, which follow each other in time.
   __device__ int row_at(int i) const {
+    if constexpr (kEngine) {
+      const int row = warp_ * kStrands * tiles_.steps + i;
+      return (tiles_.turned ? S::kTileStrands * tiles_.steps - 1 - row : row) * kRowBytes;
+    }
     const int pad = S::stride(tiles_.steps) - tiles_.steps;
     int row = warp_ * kStrands * S::stride(tiles_.steps) + i;
 #pragma unroll
@@ -539,9 +603,11 @@ class Tile {
   TileShared<T>& shared_;
   const Place& place_;
   const int half_, warp_, lane_, strand_;  // the lane among those of a row, and which of the warp's strands it has
-  int64_t begin_, first_;                  // first step of the tile, and of the warp
-  int count_;                              // the warp's steps
-  bool owned_;                             // whether the lane's channel is within H
+  const unsigned number_;
+  int row_bytes_, first_at_;  // from step to step; of the lane's element of the first
+  int64_t begin_, first_;     // first step of the tile, and of the warp
+  int count_;                 // the warp's steps
+  bool owned_;                // whether the lane's channel is within H
   unsigned char *A_, *b_, *x_;
 };
 
@@ -569,7 +635,7 @@ __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
     if (ended && number - end >= (sums ? 4 : 3)) break;
     // The tile so many before, and whether there is one.
     const auto has = [&](unsigned ago) { return number >= ago && (!ended || number - ago < end); };
-    const auto tile = [&](unsigned ago) { return Tile<T, kGradients>(tiles, number - ago, memory); };
+    const auto tile = [&](unsigned ago) { return Tile<T, kGradients, false>(tiles, number - ago, memory); };
     if (role == 0) {
       if (has(0)) tile(0).fetch();
       copy_commit();
@@ -588,9 +654,98 @@ __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
       if (taken) place(number + 1) = one ? Place{} : place_of<T>(tiles, next);
     } else {
       if (sums && has(4)) tile(4).store_sums();
-      if (has(2)) tile(2).find_starts();
+      if (has(2)) tile(2).find_starts([] {});
     }
     __syncthreads();
+  }
+}
+
+// The same where the copy engine reads: of tiles of many blocks, each role at its own pace. A warp that has written its
+// rows of a tile asks at once for those of the tile kSlots later. Roles meet at named barriers, two of a kind, which
+// tiles take by turns:
+//   kMade   the totals of a tile are made
+//   kUsed   and the finder is done with them
+//   kGiven  every strand has its start
+//   kRead   and the writers are done with it
+template <typename T, bool kGradients>
+__device__ void run_tiles_by_engine(const Tiles& tiles, unsigned char* memory) {
+  auto& shared = *reinterpret_cast<TileShared<T>*>(memory);
+  auto place = [&](unsigned number) -> Place& { return shared.places[number % TileShared<T>::kPlaces]; };
+  const auto tile = [&](unsigned number) { return Tile<T, kGradients, true>(tiles, number, memory); };
+  const int role = int(threadIdx.x) / (32 * kTileWarps);
+  const bool sums = kGradients && tiles.problem.summed, takes = threadIdx.x == 32 * kTileWarps;
+  constexpr int kMade = 2, kUsed = 4, kGiven = 6, kRead = 8, kMany = 32 * kTileWarps + 32;
+  static_assert(kSlots + 4 <= TileShared<T>::kPlaces);
+  if (takes) {
+    // One after the other, so that the other blocks take theirs between them.
+    for (unsigned i = 0; i <= kSlots; ++i) {
+      place(i) = i == 0 || place(i - 1).exists ? place_of<T>(tiles, take_tile(tiles.counter)) : Place{};
+    }
+    for (auto& barriers : shared.come) {
+      for (uint64_t& barrier : barriers) mbarrier_init(shared_address(&barrier));
+    }
+    mbarrier_publish();
+  }
+  __syncthreads();
+  if (role == 0) {
+    unsigned number = 0;
+    for (;; ++number) {
+      tile(number).wait_for_boxes();
+      if (number >= 2) barrier_sync(kUsed + number % 2, kMany);
+      const bool exists = place(number).exists;
+      if (exists) {
+        tile(number).make_totals();
+        named_barrier<1, 32 * kTileWarps>();
+        if (threadIdx.x < 32) tile(number).publish_total();
+      }
+      if (threadIdx.x < 32) barrier_arrive(kMade + number % 2, 64);
+      if (!exists) break;
+    }
+    if (number >= 1) barrier_sync(kUsed + (number - 1) % 2, kMany);
+  } else if (role == 1) {
+    const auto fetch = [&](unsigned number) {
+      if (threadIdx.x % 32 != 0) return;
+      if (place(number).exists) {
+        tile(number).fetch_boxes();
+      } else if (number == 0 || place(number - 1).exists) {
+        tile(number).fetch_nothing();
+      }
+    };
+    for (unsigned i = 0; i < kSlots; ++i) fetch(i);
+    for (unsigned number = 0;; ++number) {
+      barrier_sync(kGiven + number % 2, kMany);
+      if (!place(number).exists) break;
+      const bool more = takes && place(number + kSlots).exists;
+      int64_t next = 0;
+      if (more) next = take_tile(tiles.counter);
+      tile(number).replay();
+      fetch(number + kSlots);
+      if (takes) place(number + kSlots + 1) = more ? place_of<T>(tiles, next) : Place{};
+      barrier_arrive(kRead + number % 2, kMany);
+    }
+  } else {
+    unsigned number = 0;
+    for (;; ++number) {
+      const auto wait = [&] {
+        if (number < 2) return;
+        barrier_sync(kRead + number % 2, kMany);
+        if (sums) tile(number - 2).store_sums();
+      };
+      barrier_sync(kMade + number % 2, 64);
+      const bool exists = place(number).exists;
+      if (exists) {
+        tile(number).find_starts(wait);
+        barrier_arrive(kUsed + number % 2, kMany);
+      } else {
+        wait();
+      }
+      barrier_arrive(kGiven + number % 2, kMany);
+      if (!exists) break;
+    }
+    if (number >= 1) {
+      barrier_sync(kRead + (number - 1) % 2, kMany);
+      if (sums) tile(number - 1).store_sums();
+    }
   }
 }
 

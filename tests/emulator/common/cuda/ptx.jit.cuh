@@ -98,8 +98,7 @@ inline void copy_wait() {
 inline void mbarrier_init(u32 barrier) {
   emulator::Block& block = *emulator::current->block;
   emulator::shared_at(barrier, 8);
-  if (block.arrivals_at == 0) block.arrivals_at = barrier;
-  emulator::Arrivals& arrivals = emulator::arrivals_at(block, barrier);
+  emulator::Arrivals& arrivals = block.arrivals[barrier];
   if (arrivals.initialised) emulator::fail("a barrier is initialised twice");
   arrivals.initialised = true;
 }
@@ -229,5 +228,6 @@ inline u32 take_bf16(float& x, float& y) {
 inline void fence_copy_engine() {
   ++emulator::current->fences;
 }
+inline void mbarrier_publish() {}
 
 }  // namespace weft
