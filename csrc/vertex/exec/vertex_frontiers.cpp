@@ -271,6 +271,10 @@ struct Run {
   std::vector<std::pair<void*, size_t>> missing;  // memory of what is waited for
 };
 
+at::Tensor of_type(const at::Tensor& t, at::ScalarType type) {
+  return t.scalar_type() == type ? t : t.to(type);
+}
+
 Run::Fill filler(Executor& executor) {
   return [&executor](void* first, int byte, size_t count) { executor.fill(first, byte, count); };
 }
@@ -337,7 +341,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       const at::Tensor& t = saved[next++];
       TORCH_CHECK_VALUE(t.dim() == 2 && t.size(0) == r.rows(b) && t.size(1) == b.width && t.device() == r.device, kOp,
                         "_backward: saved tensor ", next - 1, " is not what the forward pass saved");
-      r.put(i, t.to(scalar_type(b.dtype)).contiguous());
+      r.put(i, of_type(t, scalar_type(b.dtype)).contiguous());
     } else if (!b.read_backward && b.space == Space::kInput) {
       continue;
     } else if (!b.read_backward && b.space == Space::kVector) {
@@ -379,9 +383,9 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       TORCH_CHECK_VALUE(s.vector < static_cast<int64_t>(operands.vectors.size()), kOp,
                         "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
       const DType registers = p.doubles ? DType::f64 : DType::f32;
-      const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
-      found = at::empty(shape, r.options(registers));
-      r.vector_gradients[s.vector] = Run::place(found, registers);
+      found = at::empty(operands.vectors[s.vector].sizes(), r.options(registers));
+      const int64_t width = found.numel();
+      r.vector_gradients[s.vector] = {width > 0 ? found.data_ptr() : nullptr, 1, width, width, 1, registers};
     }
   }
   const Memory memory = r.memory(fill);
@@ -392,7 +396,10 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   std::vector<at::Tensor> results;
   const auto give = [&](const std::map<int64_t, at::Tensor>& found, at::IntArrayRef numbers, at::TensorList of) {
     for (const int64_t number : numbers) {
-      results.push_back(found.at(number).to(of[number].scalar_type()).contiguous().view(of[number].sizes()));
+      const at::Tensor gradient = of_type(found.at(number), of[number].scalar_type());
+      // A view is a tensor of its own: most need none.
+      const bool same = gradient.sizes() == of[number].sizes();
+      results.push_back(same ? gradient : gradient.view(of[number].sizes()));
     }
   };
   give(input_grads, of_inputs, operands.inputs);
