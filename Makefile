@@ -33,10 +33,11 @@ demo: build
 	@$(PY) examples/char_lm.py --output build/char_lm.png $(DEMO)
 
 # PYTEST="-m 'not slow'" leaves out what takes most of the time; WORKERS=0 runs all in one process. What Python and pytest
-# make of the sources is kept, as each of the processes reads them all.
+# make of the sources is kept, as each of the processes reads them all. A process takes tests that follow each other, which
+# share what their files prepare, and at the end from what others have left.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(call requirements,test) build
-	$(PY) -m pytest -n $(WORKERS) $(PYTEST)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 test-cuda: $(call requirements,test) build
 	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda -n $(WORKERS) $(PYTEST)

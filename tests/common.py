@@ -155,20 +155,16 @@ def differentiate(
     return [None if i is None else next(found) for i in inputs]
 
 
-def with_instructions(capability: str, file: str, tests: str) -> None:
-    """Runs `tests` of a file with the kernels for older processors, chosen by torch's own switch."""
-    with_environment({"ATEN_CPU_CAPABILITY": capability}, file, tests)
-
-
-def with_environment(variables: dict[str, str], file: str, tests: str) -> None:
-    """Runs `tests` of a file, as pytest's -k has it, in a process with these variables."""
+def with_environment(variables: dict[str, str], tests: str, *files: str) -> str:
+    """Runs `tests` of these files, as pytest's -k has it, in a process with these variables; what it prints."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", tests],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files, "-k", tests],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-3000:]
+    return run.stdout
 
 
 def in_a_cuda_graph(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -33,6 +33,7 @@ hypothesis.settings.load_profile("weft")
 SLOW_FILES = (
     "test_codec.py",
     "test_examples.py",
+    "test_instruction_sets.py",
     "test_nn_compile.py",
     "test_nn_projected.py",
     "test_nn_tracing.py",
@@ -46,7 +47,6 @@ SLOW_NAMES = (
     "compile",
     "every_derivative",
     "gradcheck",
-    "lower_instruction_sets",
     "of_any_order",
     "opcheck",
     "test_derivatives",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import re
 import runpy
 import subprocess
@@ -89,7 +88,7 @@ def test_the_registry_names_every_operator():
 
 
 @pytest.mark.slow
-def test_the_build_says_why_it_leaves_cuda_out(tmp_path):
+def test_the_build_says_why_it_leaves_cuda_out(tmp_path, monkeypatch):
     import torch
 
     nvcc = tmp_path / "bin" / "nvcc"
@@ -97,12 +96,11 @@ def test_the_build_says_why_it_leaves_cuda_out(tmp_path):
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 9.1, V9.1.85'\n")
     nvcc.chmod(0o755)
 
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)  # naming architectures asks for CUDA wherever nvcc is
+
     def setup(choice: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "CUDA_HOME": str(tmp_path), "WEFT_CUDA": choice}
-        environment.pop("TORCH_CUDA_ARCH_LIST", None)  # naming architectures asks for CUDA wherever nvcc is
-        return subprocess.run(
-            [sys.executable, "setup.py", "-q", "--version"], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        code = "import runpy, sys; sys.argv += ['-q', '--version']; runpy.run_path('setup.py', run_name='__main__')"
+        return python(code, CUDA_HOME=str(tmp_path), WEFT_CUDA=choice)
 
     reason = f"nvcc is of CUDA 9.1 and torch of CUDA {torch.version.cuda}"
     free, forced, here = setup(""), setup("1"), setup("here")
@@ -171,9 +169,7 @@ def test_the_readme_and_the_docs_show_what_was_measured_and_nothing_else(tmp_pat
 @pytest.mark.parametrize("required", [False, True])
 def test_cuda_tests_without_a_device_are_counted_and_may_be_required(required):
     arguments = ["-q", "-p", "no:cacheprovider", "tests/scan/test_diagonal_cuda.py", *["--require-cuda"] * required]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WEFT_REQUIRE_CUDA": ""}
-    command = [sys.executable, "-m", "pytest", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python(f"import pytest; exit(pytest.main({arguments}))", CUDA_VISIBLE_DEVICES="", WEFT_REQUIRE_CUDA="")
     line = next(line for line in done.stdout.splitlines() if "need a CUDA device" in line)
     assert int(line.split()[0]) > 100 and line.endswith("does not allow") == required
     assert done.returncode == (pytest.ExitCode.TESTS_FAILED if required else pytest.ExitCode.NO_TESTS_COLLECTED)

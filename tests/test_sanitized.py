@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.fresh import python
 from tests.sanitized import __main__ as sanitized
 from tests.sanitized import common
 
@@ -86,6 +86,7 @@ def test_what_fails_and_what_does_not_end_is_told(
 
 
 def test_the_command_knows_its_parts() -> None:
-    command = [sys.executable, "-m", "tests.sanitized", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    code = "import runpy, sys; sys.argv.append('--help'); runpy.run_module('tests.sanitized', run_name='__main__')"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
     assert all(part in done.stdout.replace("\n", " ") for part in sanitized.PARTS)

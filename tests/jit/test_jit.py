@@ -184,10 +184,15 @@ def test_threads_share_a_compilation(cache, defines):
 @pytest.mark.slow
 @needs_nvrtc
 def test_processes_may_write_one_entry_at_once(cache, defines):
-    code = f"from weft import _C; print(len(_C._testing.jit_compile({PROBE!r}, {defines!r}, {ARCH})[0]))"
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda _: python(code), range(3)))
-    assert len({done.stdout for done in results}) == 1 and all(done.returncode == 0 for done in results), results
+    code = (
+        "import os; from weft import _C\n"
+        "first, others = os.getpid(), []\n"
+        "while len(others) < 2 and (other := os.fork()): others.append(other)\n"
+        f"print(len(_C._testing.jit_compile({PROBE!r}, {defines!r}, {ARCH})[0]), flush=True)\n"
+        "assert os.getpid() != first or all(os.waitpid(other, 0)[1] == 0 for other in others)"
+    )
+    done = fresh.python(code)
+    assert done.returncode == 0 and len(lines := done.stdout.split()) == 3 and len(set(lines)) == 1, done
     assert len(files(cache)) == 1
     assert compile_elsewhere(defines) == ["disk"]
 

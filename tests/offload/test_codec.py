@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from tests.common import DEVICES, poisoned, with_instructions
+from tests.common import DEVICES, poisoned
 
 ops = torch.ops.weft
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -112,16 +112,6 @@ def test_agrees_with_reference(codec: str, n: int, dtype: torch.dtype, device: s
     for density in (0.0, 0.1, 0.5, 0.95, 1.0):
         with poisoned():
             CHECKS[codec](sample(n, density, dtype, device))
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_older_processors(capability: str) -> None:
-    if torch.backends.cpu.get_cpu_capability().lower() == capability:
-        pytest.skip("that is what all other tests use")
-    with_instructions(
-        capability, __file__, "test_agrees_with_reference and cpu and (8193 or 262145) and not torch.float16"
-    )
 
 
 @device

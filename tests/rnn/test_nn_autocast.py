@@ -144,7 +144,7 @@ def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
 @pytest.mark.slow
 def test_autocast_on_a_processor_without_half_precision():
     tests = "(test_autocast and lstm-padded and cpu) or what_torch_cannot"
-    with_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, __file__, tests)
+    with_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, tests, __file__)
 
 
 @pytest.mark.filterwarnings("error")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weft.scan import linear_scan, linear_scan_reference
 
-from tests.common import BOUNDS, DTYPES, assert_close, pairs, poisoned, relative_error, with_instructions
+from tests.common import BOUNDS, DTYPES, assert_close, pairs, poisoned, relative_error
 from tests.scan.linear_scans import (
     batch_first,
     device,
@@ -115,12 +115,6 @@ def test_not_finite_among_groups(x0: bool) -> None:
     want = linear_scan_reference(*wide(A, b, start)).to(torch.bfloat16)
     assert torch.equal(x.isnan(), want.isnan()) and torch.equal(x.isinf(), want.isinf())
     assert_close(x.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0), 4 * BOUNDS[torch.bfloat16])
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_lower_instruction_sets(capability: str) -> None:
-    tests = "cpu and (agrees_with_reference or any_shape or bad_row) and not gradients or groups and not cuda"
-    with_instructions(capability, __file__, tests)
 
 
 BITS = """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from weft.scan import linear_scan, linear_scan_reference
 
-from tests.common import BOUNDS, DTYPES, poisoned, with_instructions
+from tests.common import BOUNDS, DTYPES, poisoned
 from tests.scan.linear_scans import device, every_second
 from tests.scan.samples import READOUTS, READOUTS_LARGE
 from tests.scan.samples import ReadOut as Sample
@@ -160,11 +160,6 @@ def test_bad_input(case: str, where: str) -> None:
     with pytest.raises(TypeError, match="c must have the dtype of A"):
         A, b = torch.zeros(2, 3, device=where), torch.zeros(4, 1, 2, 3, device=where)
         linear_scan(A, b, c=A.double())
-
-
-def test_lower_instruction_sets() -> None:
-    for capability in ("default", "avx2"):
-        with_instructions(capability, __file__, "agrees_with_the_reference and cpu and not cuda")
 
 
 @pytest.mark.cuda
