@@ -33,22 +33,22 @@ RUN_LONG = ("recurrence",)
 """Those whose threads wait for each other until it is plain that nobody comes."""
 
 
-def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
+def build(name: str, folder: Path, optimise: bool = True, **macros: int) -> ctypes.CDLL:
     """The library of tests/emulator/`name`.cpp; what lies in `folder` goes before what csrc has. What was built of the
-    same sources, by this or another process, is loaded again."""
+    same sources, by this or another process, is loaded again. Not to optimise pays where little runs."""
     given = [
         f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.*")) if path.is_file()
     ]
     flawed = any((ROOT / "csrc" / path.relative_to(folder)).is_file() for path in folder.rglob("*.*"))
     # What has a flaw runs until it is noticed, mostly for a shorter time than it takes to optimise.
-    optimised = "-O0" if flawed and name not in RUN_LONG else "-O1"
+    optimised = "-O1" if optimise and (name in RUN_LONG or not flawed) else "-O0"
     defines = [f"-D{macro}={int(value)}" for macro, value in macros.items()]
     library = _built() / f"{name}-{_digest([name, optimised, *defines, *given])}.so"
     if not library.exists():
         folders = [f"-I{path}" for path in (folder, ROOT / "tests/emulator", ROOT / "csrc")]
         source = str(ROOT / f"tests/emulator/{name}.cpp")
         prelude = str(_prelude(optimised))
-        _compile(library, optimised, "-shared", "-include", prelude, *folders, *defines, source)
+        _compile(library, optimised, "-shared", "-include", prelude, *folders, *defines, source, str(_scheduler()))
     return ctypes.CDLL(str(library))
 
 
@@ -78,6 +78,15 @@ def _built() -> Path:
 
 
 @functools.cache
+def _scheduler() -> Path:
+    """emulator.cpp, compiled once for all of these libraries."""
+    library = _built() / "scheduler.o"
+    if not library.exists():
+        _compile(library, "-O2", "-c", str(ROOT / "tests/emulator/emulator.cpp"))
+    return library
+
+
+@functools.cache
 def _prelude(optimised: str) -> Path:
     """emulator.h, which all of these libraries begin with; g++ has it precompiled, half of what there is to read."""
     header, prelude = ROOT / "tests/emulator/emulator.h", _built() / f"prelude{optimised}.h"
@@ -94,17 +103,18 @@ def cuda_headers() -> Path | None:
     return next((path for path in found if (path / "cuda_runtime_api.h").exists()), None)
 
 
-def build_runtime(folder: Path) -> Path:
+def runtime() -> Path:
     """tests/emulator/runtime.cpp as a library under the driver's name."""
-    library = folder / "libcuda.so.1"
-    source = ROOT / "tests/emulator/runtime.cpp"
-    command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{cuda_headers()}", str(source), "-ldl"]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    library = _built() / "runtime/libcuda.so.1"
+    if not library.exists():
+        library.parent.mkdir(exist_ok=True)
+        source = ROOT / "tests/emulator/runtime.cpp"
+        _compile(library, "-O1", "-shared", f"-I{cuda_headers()}", str(source), "-ldl")
     return library
 
 
 def run_on(runtime: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python, with these arguments, on what build_runtime built."""
+    """Python, with these arguments, on the library of runtime()."""
     # Torch looks for the driver by its name, which the runtime has; what it knows of a device is not to be seen there.
     variables = {"LD_PRELOAD": str(runtime), "LD_LIBRARY_PATH": str(runtime.parent), "CUDA_VISIBLE_DEVICES": "0"}
     path = os.pathsep.join([str(ROOT), *sys.path])

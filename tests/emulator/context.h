@@ -8,11 +8,12 @@
 
 extern "C" __attribute__((visibility("hidden"))) void emulator_switch(void** from, void* to);
 
-// By the System V ABI: what a called function has to keep is pushed, the rest is the caller's.
+// By the System V ABI: what a called function has to keep is pushed, the rest is the caller's. Weak, because every file
+// that includes this has it.
 asm(R"(
 .text
 .hidden emulator_switch
-.globl emulator_switch
+.weak emulator_switch
 .type emulator_switch, @function
 emulator_switch:
   pushq %rbp

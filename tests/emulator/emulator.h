@@ -22,10 +22,7 @@
 
 namespace emulator {
 
-[[noreturn]] inline void fail(const char* why) {
-  std::fprintf(stderr, "emulator: %s\n", why);
-  std::abort();
-}
+[[noreturn]] void fail(const char* why);
 
 struct Index {
   unsigned x;
@@ -94,26 +91,15 @@ struct Fiber {
 
 inline Fiber* current = nullptr;
 inline Context scheduler;
-inline std::vector<Fiber*> runnable;
+inline std::vector<Fiber*> runnable, polling;        // the others have found nothing yet of what they wait for
 inline std::vector<std::function<void()>> messages;  // on their way
 
-inline void leave() {
-  switch_context(current->context, scheduler);
-}
-inline void yield() {
-  runnable.push_back(current);
-  leave();
-}
-inline void meet(Meeting& m) {
-  if (++m.arrived < m.expected) {
-    m.waiting.push_back(current);
-    return leave();
-  }
-  m.arrived = 0;
-  runnable.insert(runnable.end(), m.waiting.begin(), m.waiting.end());
-  m.waiting.clear();
-  yield();
-}
+// emulator.cpp has these, which are compiled once for all kernels.
+void leave();
+void yield();
+// For whoever asks again and again: those who work have most of the turns, so that little time goes into asking.
+void poll();
+void meet(Meeting& m);
 
 // Meets without waiting.
 inline void arrive(Meeting& m) {
@@ -127,13 +113,7 @@ inline void arrive(Meeting& m) {
 
 using Brought = const uint32_t (*)[kWords];
 // What every lane of the warp has brought.
-inline Brought gather(const uint32_t* mine, int count) {
-  Warp& warp = *current->warp;
-  const int turn = warp.turn[current->lane]++ & 1;
-  std::copy_n(mine, count, warp.brought[turn][current->lane]);
-  meet(warp.meeting);
-  return warp.brought[turn];
-}
+Brought gather(const uint32_t* mine, int count);
 
 // Shared memory is addressed from 0; in the block of rank r of a cluster, from (r + 1) << kRankBits.
 constexpr int kRankBits = 26;
@@ -164,61 +144,7 @@ inline Arrivals& arrivals_at(Block& block, uint32_t address) {
 }
 
 // Runs `kernel` in blocks of `threads`, `cluster` of which are a cluster.
-inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_t shared_bytes, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<std::unique_ptr<Block>> all_blocks;
-  std::vector<std::unique_ptr<Cluster>> clusters;
-  std::vector<std::unique_ptr<Fiber>> fibers;
-  constexpr size_t kStack = 96 << 10;
-  const std::unique_ptr<char[]> stacks(new char[kStack * blocks * threads]);  // not touched where it is not used
-  static void (*entered)();
-  entered = kernel;
-  const auto enter = +[] {
-    entered();
-    current->done = true;
-    --current->block->running;
-    leave();
-  };
-  for (int b = 0; b < blocks; ++b) {
-    if (b % cluster == 0) clusters.emplace_back(std::make_unique<Cluster>())->meeting.expected = cluster * threads;
-    Block& block = *all_blocks.emplace_back(std::make_unique<Block>());
-    block.cluster = clusters.back().get();
-    block.cluster->blocks.push_back(&block);
-    block.storage.assign(shared_bytes + 128, 0xcd);
-    block.shared =
-        reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.storage.data()) + 127) / 128 * 128);
-    block.shared_bytes = shared_bytes;
-    block.meeting.expected = block.running = threads;
-    block.speed = std::pow(10.0, -2.0 * (random() % 1000) / 1000);
-    for (int t = 0; t < threads; ++t) {
-      if (t % 32 == 0) block.warps.emplace_back(std::make_unique<Warp>())->meeting.expected = 32;
-      Fiber& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
-      fiber.thread.x = t, fiber.block_index.x = b, fiber.lane = t % 32;
-      fiber.block = &block, fiber.warp = block.warps.back().get();
-      begin_context(fiber.context, stacks.get() + kStack * (size_t(b) * threads + t), kStack, enter);
-      runnable.push_back(&fiber);
-    }
-  }
-  const auto deliver = [&] {
-    std::swap(messages[random() % messages.size()], messages.back());
-    const auto message = std::move(messages.back());
-    messages.pop_back();
-    message();
-  };
-  for (size_t done = 0; done < fibers.size();) {
-    while (!messages.empty() && (runnable.empty() || random() % 64 == 0)) deliver();
-    if (runnable.empty()) fail("deadlock");
-    const auto pick = [&] { return random() % runnable.size(); };
-    size_t next = pick();
-    for (int i = 0; i < 3 && random() % 1000 > 1000 * runnable[next]->block->speed; ++i) next = pick();
-    std::swap(runnable[next], runnable.back());
-    current = runnable.back();
-    runnable.pop_back();
-    switch_context(scheduler, current->context);
-    done += current->done;
-  }
-  while (!messages.empty()) deliver();
-}
+void launch(void (*kernel)(), int blocks, int threads, int cluster, size_t shared_bytes, unsigned seed);
 
 }  // namespace emulator
 
@@ -256,7 +182,7 @@ inline float __uint_as_float(unsigned x) {
   return y;
 }
 inline void __nanosleep(unsigned) {
-  emulator::yield();
+  emulator::poll();
 }
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
   emulator::yield();
@@ -272,11 +198,11 @@ inline float __shfl_xor_sync(unsigned, float x, int lanes) {
   const unsigned mine = __float_as_uint(x);
   return __uint_as_float(emulator::gather(&mine, 1)[emulator::current->lane ^ lanes][0]);
 }
-// Whoever polls asks this in a loop: true lets others run.
+// Whoever polls asks this in a loop: true lets others run first.
 inline bool __any_sync(unsigned, bool x) {
   const unsigned mine = x;
   const emulator::Brought all = emulator::gather(&mine, 1);
   const bool any = std::any_of(all, all + 32, [](const auto& lane) { return lane[0] != 0; });
-  if (any) emulator::yield();
+  if (any) emulator::poll();
   return any;
 }

@@ -18,9 +18,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[dict[str, str], str]:
+def found() -> tuple[dict[str, str], str]:
     """Check to how it ended, and what was written about it."""
-    runtime = emulated.build_runtime(tmp_path_factory.mktemp("runtime"))
+    runtime = emulated.runtime()
     process = emulated.run_on(runtime, "-m", "tests.offload.emulated_engine", str(runtime))
     lines = [line.split() for line in process.stdout.splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2}, process.stderr[-5000:]

@@ -4,6 +4,7 @@ batches that operands share or not, blocks that arrive at a barrier in any order
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -356,11 +357,12 @@ def all_products(*case: object) -> Iterator[Call]:
 
 
 CHECKS = [all_products, vectors, chains, convolutions, pools]
+# The element types meet the indices of dispatch.cuh in tests/emulator.
 CASES = [
     (torch.int32, torch.float32, (None, None), 0),
     (torch.int64, torch.float64, (5, None), 1),
     (torch.int32, torch.float32, (None, 5), 2),
-    (torch.int32, torch.float64, (2, 2), 3),
+    (torch.int64, torch.float64, (2, 2), 3),
 ]
 
 
@@ -368,9 +370,14 @@ LARGE = [(torch.int32, torch.float32, (None, 21), 4), (torch.int64, torch.float6
 """Of whose samples a chain's lanes share elements."""
 
 
-def passes(library: ctypes.CDLL, file: int) -> bool:
+@functools.cache
+def checks_of(file: int) -> list[Call]:
     cases = [*CASES, *LARGE] if CHECKS[file] is chains else CASES
-    checks = [check for case in cases for check in CHECKS[file](*case)]
+    return [check for case in cases for check in CHECKS[file](*case)]
+
+
+def passes(library: ctypes.CDLL, file: int) -> bool:
+    checks = checks_of(file)  # not in the process that runs them
 
     def run() -> None:
         assert all(check(library) for check in checks)

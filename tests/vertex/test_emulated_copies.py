@@ -38,6 +38,6 @@ print("holds")
 """
 
 
-def test_another_stream_waits_for_the_copy(tmp_path):
-    process = emulated.run_on(emulated.build_runtime(tmp_path), "-c", SCRIPT)
+def test_another_stream_waits_for_the_copy():
+    process = emulated.run_on(emulated.runtime(), "-c", SCRIPT)
     assert process.stdout == "holds\n", process.stderr[-5000:]

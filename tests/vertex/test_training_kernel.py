@@ -73,6 +73,7 @@ class Steps:
         x: torch.Tensor,
         folder: Path,
         groups: int = 1,
+        optimise: bool = False,
     ):
         self.cell, self.head, self.loss, self.groups = cell, head, loss, groups
         self.optimizer = optimizer
@@ -90,7 +91,7 @@ class Steps:
         )
         assert self.shared_bytes <= 1 << 18
         (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in defines))
-        self.kernel = emulated.build("vertex_persistent", folder)
+        self.kernel = emulated.build("vertex_persistent", folder, optimise)
 
     def _parameter(self, function: int, symbol: int) -> nn.Parameter:
         name = self.compiled.functions[function].trace.program.symbols[symbol].name
@@ -194,8 +195,8 @@ def sentences(rng: random.Random, cell) -> weft.Graphs:
     return weft.Graphs.batch([s.graph for s in nets.samples(found, numbers)])
 
 
-def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1):
-    """Steps of the kernel on graphs that differ beside those of the loop."""
+def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1, long=False):
+    """Steps of the kernel on graphs that differ beside those of the loop. `long`: worth being optimised."""
     torch.manual_seed(1)
     rng = random.Random(4)
     head = None if classes is None else nn.Linear(8, classes)
@@ -221,7 +222,7 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, grou
         want.backward()
         theirs.step()
         if kernel is None:
-            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups)
+            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups, long)
         found = kernel.step(graphs, x, targets, at, step)
         assert found[1] == 0
         torch.testing.assert_close(found[0], want.detach(), rtol=1e-5, atol=1e-6)
@@ -294,7 +295,8 @@ def test_weights_take_each_others_place(tmp_path):
     of = {d.split("=", 1)[0]: d.split("=", 1)[1].count("::load(") for d in defines}
     assert (of["WEFT_VERTEX_WEIGHTS"], of["WEFT_VERTEX_TURN"]) == (1, 2)
     # So many trees that a thread has several columns.
-    check(cell, lambda rng, _: trees(rng, 28), "sgd", "mse", None, "vertices", tmp_path, steps=2, x_width=96, groups=2)
+    make = lambda rng, _: trees(rng, 28)  # noqa: E731
+    check(cell, make, "sgd", "mse", None, "vertices", tmp_path, steps=2, x_width=96, groups=2, long=True)
 
 
 def test_a_part_whose_weights_have_no_room_is_refused():
@@ -340,7 +342,7 @@ def test_many_graphs(name, tmp_path):
         "messages": lambda: (Messages(6, 8), 6),
         "rvnn": lambda: (models.RvNN(4, 8), 4),
     }[name]()
-    check(cell, any_graphs, "sgd", "cross_entropy", 3, "vertices", tmp_path, steps=20, x_width=width)
+    check(cell, any_graphs, "sgd", "cross_entropy", 3, "vertices", tmp_path, steps=20, x_width=width, long=True)
 
 
 @pytest.mark.parametrize(

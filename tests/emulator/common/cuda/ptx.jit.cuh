@@ -116,7 +116,7 @@ inline void mbarrier_wait(u32 barrier, u32 parity) {
   const emulator::Arrivals& arrivals = emulator::arrivals_at(*emulator::current->block, barrier);
   for (long i = 0; (arrivals.phase & 1) == parity; ++i) {
     if (i == 10'000'000) emulator::fail("waits for ever");
-    emulator::yield();
+    emulator::poll();
   }
 }
 

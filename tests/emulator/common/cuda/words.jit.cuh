@@ -53,7 +53,7 @@ inline void release_one(unsigned* counter) {
   ++*counter;
 }
 inline unsigned acquire(const unsigned* counter) {
-  emulator::yield();
+  emulator::poll();
   return *counter;
 }
 inline unsigned arrive(unsigned* counter) {
