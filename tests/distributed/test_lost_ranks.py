@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.conftest import ON_GPUS
+from tests.fresh import python
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 import weft.distributed as wd
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-rank, backend, what, store = int(sys.argv[1]), *sys.argv[2:]
+backend, what, store = {arguments}
+ranks = []
+while len(ranks) < 2 and (child := os.fork()):
+    ranks.append(child)
+if len(ranks) == 2:  # who starts both, and ends as the first does
+    status = os.waitpid(ranks[0], 0)[1]
+    os.kill(ranks[1], signal.SIGKILL)
+    os.waitpid(ranks[1], 0)
+    os._exit(status != 0)
+rank = len(ranks)
+signal.alarm(150)
 torch.set_num_threads(1)
 device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
 if backend == "nccl":
     torch.cuda.set_device(device)
 dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
 A, b = torch.rand(5, 2, 3, device=device), torch.rand(5, 2, 3, device=device)
-print(wd.linear_scan(A, b).sum().item(), flush=True)  # both are there
+both = wd.linear_scan(A, b).sum().item()
+if rank == 0:
+    print(both, flush=True)
 _set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
 if rank == 1:
     if what == "killed":
@@ -40,19 +51,7 @@ print(wd.linear_scan(A, b).sum().item())
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=ON_GPUS)])
 @pytest.mark.parametrize("what", ["killed", "absent"])
 def test_who_waits_for_a_lost_rank_is_told(what: str, backend: str, tmp_path: Path) -> None:
-    def start(rank: int) -> subprocess.Popen:
-        command = [sys.executable, "-c", SCRIPT, str(rank), backend, what, str(tmp_path / "store")]
-        with (tmp_path / f"{rank}.txt").open("w") as said:
-            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
-
-    first, lost = start(0), start(1)
-    try:
-        printed, _ = first.communicate(timeout=150)
-    finally:
-        for process in (first, lost):
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    said = (tmp_path / "0.txt").read_text()
-    assert first.returncode != 0 and len(printed.split()) == 1, said[-3000:]
-    assert re.search("tim(ed|e) ?out|connection (closed|reset)|broken pipe", said, re.IGNORECASE), said[-3000:]
+    done = python(SCRIPT.replace("{arguments}", repr((backend, what, str(tmp_path / "store")))))
+    assert done.returncode != 0 and len(done.stdout.split()) == 1, done.stderr[-3000:]
+    told = "tim(ed|e) ?out|connection (closed|reset)|broken pipe"
+    assert re.search(told, done.stderr, re.IGNORECASE), done.stderr[-3000:]
