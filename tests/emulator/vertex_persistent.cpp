@@ -3,11 +3,6 @@
 
 static emulator::Index gridDim;
 
-static long long clock64() {
-  static long long now = 0;
-  return now += 100;
-}
-
 #include "steps.h"
 // After which WEFT_VERTEX_STEPS is defined.
 #include "vertex/exec/cuda/persistent.jit.cu"

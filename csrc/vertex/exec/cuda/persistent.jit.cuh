@@ -7,8 +7,6 @@ namespace weft::vertex {
 
 constexpr int kPersistentThreads = 512;
 constexpr int kCounterApart = 8;  // so that each has a sector of its own
-// Between what a block publishes and the first time that it asks for what others do.
-constexpr int kPauseClocks = 0;
 
 struct PersistentArguments {
   FrontierArguments frontier;
