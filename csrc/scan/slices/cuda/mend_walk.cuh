@@ -6,9 +6,7 @@
 // Decomposition, shared memory: those of the scan's own walk (scan/linear/cuda/diagonal_walk.cuh). What is on its way
 //   when the last channel of a warp ends is read for nothing: all stages of the ring but one.
 // Registers: v, in double, which neither leaves its range before a float does nor adds roundings of its own. Of nothing
-//   an infinite A makes nothing.
-// Gradients of floats: a step's product in double, between two conversions, is 90 ns that a warp waits, longer than the
-//   memory needs. Where v stays in the middle of the range, it is therefore the sum of two floats.
+// an infinite A makes nothing.
 #pragma once
 #include "scan/linear/cuda/diagonal_walk.cuh"
 #include "scan/slices/cuda/mend_walk.h"
@@ -22,8 +20,6 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   using W = WalkShape<S, kGradients, true>;
   using T = acc_t<S>;
   using Number = typename Packed<T>::Number;
-  constexpr bool kPairs = kGradients && sizeof(T) == 4;
-  constexpr T kSmallest = T(0x1p-60);  // above it nothing is lost to where a float ends, of the second one either
   constexpr int kChannels = W::kChannels, kSteps = W::kSteps, kStages = W::kStages, kSize = int(sizeof(S));
   struct alignas(W::kLaneBytes) Lane {
     S of[kChannels];
@@ -61,18 +57,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
   }
   for (int i = 0; comes && i < kStages - 1; ++i) fill(i, i);
   double v[kChannels];
-  [[maybe_unused]] T high[kChannels] = {}, low[kChannels] = {};  // v, where it is not `far` out
-  [[maybe_unused]] bool far[kChannels];
   bool live[kChannels];  // whether v still shows
-  auto make_floats = [&](int c) {
-    if constexpr (kPairs) {
-      high[c] = T(v[c]), low[c] = T(v[c] - double(high[c]));
-      far[c] = !(v[c] == 0 || (fabsf(high[c]) > kSmallest && fabsf(high[c]) < 1 / kSmallest));
-    }
-  };
-  auto make_double = [&](int c) {
-    if (kPairs && !far[c]) v[c] = double(high[c]) + double(low[c]);
-  };
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
     const int64_t channel = row * m.H + h + c;
@@ -85,7 +70,6 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       }
     }
     v[c] = live[c] ? double(static_cast<const T*>(m.state)[channel]) : 0.0;
-    make_floats(c);
   }
   if (!comes) return;
 
@@ -113,16 +97,20 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         }
       }
     };
-    auto add = [&](const Others& added, Lane value, const Others& previous, bool exists, auto whole) {
+    auto step = [&](const Lane& a, Lane value, const Others& previous, bool exists, auto whole) {
       Lane gradient;
       bool changes = sizeof(S) == sizeof(T);
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        const T old = to_acc(value.of[c]), mended = old + added.of[c];
+        if constexpr (!kGradients) v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
+        const T old = to_acc(value.of[c]), mended = old + T(v[c]);
         shows[c] |= !(mended == old || old != old);
         value.of[c] = from_acc<S>(mended);
         changes = changes || !(to_acc(value.of[c]) == old);
-        if constexpr (kGradients) gradient.of[c] = from_acc<S>(mended * previous.of[c]);
+        if constexpr (kGradients) {
+          gradient.of[c] = from_acc<S>(mended * previous.of[c]);
+          v[c] = v[c] == 0 ? 0 : v[c] * double(to_acc(a.of[c]));
+        }
       }
       put(x, value, whole);
       x += m.x_t;
@@ -132,17 +120,6 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
         if (of_A && exists && changes) put(grad_A, gradient, whole);
         grad_A += m.grad_A_t;
       }
-    };
-    auto multiply = [&](int c, double by) { v[c] = v[c] == 0 ? 0 : v[c] * by; };
-    auto step = [&](const Lane& a, const Lane& value, const Others& previous, bool exists, auto whole) {
-      Others added;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        if constexpr (!kGradients) multiply(c, double(to_acc(a.of[c])));
-        added.of[c] = T(v[c]);
-        if constexpr (kGradients) multiply(c, double(to_acc(a.of[c])));
-      }
-      add(added, value, previous, exists, whole);
     };
     auto previous = [&](int i) {
       const Lane there = kGradients ? read(2, i) : Lane{};
@@ -156,37 +133,8 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       Others other[kSteps];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) a[i] = read(0, i), value[i] = read(1, i), other[i] = previous(i);
-      if constexpr (kPairs) {
-        Others added[kSteps];
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          T now = high[c], now_low = low[c], least = fabsf(now), largest = least;
-#pragma unroll
-          for (int i = 0; i < kSteps; ++i) {
-            added[i].of[c] = now;
-            const T by = now == 0 ? T(0) : to_acc(a[i].of[c]);
-            const T product = now * by, rest = fmaf(now_low, by, fmaf(now, by, -product));
-            now = product + rest, now_low = rest - (now - product);
-            least = fminf(least, fabsf(now)), largest = fmaxf(largest, fabsf(now));
-          }
-          if (!far[c] && (largest == 0 || (least > kSmallest && largest < 1 / kSmallest))) {
-            high[c] = now, low[c] = now_low;
-            continue;
-          }
-          make_double(c);
-#pragma unroll
-          for (int i = 0; i < kSteps; ++i) {
-            added[i].of[c] = T(v[c]);
-            multiply(c, double(to_acc(a[i].of[c])));
-          }
-          make_floats(c);
-        }
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) add(added[i], value[i], other[i], true, whole);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
-      }
+      for (int i = 0; i < kSteps; ++i) step(a[i], value[i], other[i], true, whole);
     };
     const int64_t steps = m.T - stage * kSteps;
     if (steps > kSteps || (!kGradients && steps == kSteps)) {
@@ -200,8 +148,6 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
       }
     } else {
       const int last = int(steps) - 1;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) make_double(c);
       for (int i = 0; i < last; ++i) step(read(0, i), read(1, i), previous(i), true, std::false_type{});
       // Without a state before the first step its A has no gradient, also where lambda is not finite.
       const bool exists = kGradients && m.first != nullptr;
@@ -215,10 +161,7 @@ __device__ void run_mend_walk(const SliceMend& m, const Between<kGradients>& bet
     // What is as it was stays so from here on. A channel ends by itself, whatever its neighbours do.
     bool any = false;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      any |= live[c] = live[c] && shows[c];
-      if (!live[c]) v[c] = high[c] = low[c] = 0, far[c] = false;  // which is in no other's way
-    }
+    for (int c = 0; c < kChannels; ++c) any |= live[c] = live[c] && shows[c];
     if (!__any_sync(~0u, any)) break;
     place = place + 1 == kStages ? 0 : place + 1;
   }
