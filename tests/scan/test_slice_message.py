@@ -411,7 +411,7 @@ class TestEmulated:
             assert_close(grad_A, want_A.double(), 4 * BOUNDS[dtype])
 
     def test_a_bad_channel_of_gradients_stays_alone(self, mending: _Library, dtype: torch.dtype) -> None:
-        """Bit by bit in its neighbours, also where it is walked in another way."""
+        """Bit by bit in its neighbours."""
         walks = mending.H % 8 == 0
         T, H = 200, 8 if walks else 5
         A, b, x0 = self.problem("remembers", T, 2, H, dtype)
