@@ -191,7 +191,7 @@ __device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool a
     t -= U;
     return is_done();
   };
-  const bool near = places.near();
+  const bool near = !WEFT_CHUNKED && a.N >= kMany && places.near();
   for (int count = int(end - t);; count = U) {
     while (near && count == U && t - U >= first && t > U) {
       all_steps<true>([&](int u) {

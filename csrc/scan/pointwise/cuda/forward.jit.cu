@@ -5,9 +5,9 @@
 // and those of pointwise.jit.cuh.
 //
 // Decomposition: a lane has a channel of a chunk of time and walks it; neighbouring lanes have neighbouring channels. A
-// batch of steps of all inputs is in registers, and as soon as a step is done the one a batch later takes its place, so
-// that the walk waits for arithmetic alone: 127 ns a step of a GRU's gates on an H200 for one warp. Of several warps a
-// scheduler, instructions are what bounds it: an address is one of them, and nothing is moved between registers.
+// batch of steps of all inputs is loaded into registers while the batch before it is computed, so that the walk waits
+// for arithmetic alone: 104 ns a step of a GRU's gates on an H200, where one warp a scheduler or more reach the bus.
+// All of a batch at once, because who waits for one load waits for younger ones, too.
 //
 // Chunks: all are walked at once, from the initial state, and carry the derivative of their end by their start. Then,
 // in rounds between barriers of the grid, every lane computes by a scan over its channel's chunks where its own should
@@ -132,7 +132,7 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
   };
 
   long long t = first;
-  if (places.near()) {
+  if (!WEFT_CHUNKED && a.N >= kMany && places.near()) {
     for (; t + 2 * U <= end; t += U) {
       begin(t, U);
       all_steps<false>([&](int u) {

@@ -101,6 +101,7 @@ __device__ __forceinline__ void all_steps(const F& f) {
 // The same of the first `count` of them.
 template <bool from_last, typename F>
 __device__ __forceinline__ void some_steps(int count, const F& f) {
+  if (count == U) return all_steps<from_last>(f);
   all_steps<from_last>([&](int u) {
     if (u < count) f(u);
   });
@@ -120,6 +121,11 @@ __device__ __forceinline__ Pointer moved_near(Pointer p, long long step, int ste
 __device__ __forceinline__ bool is_near(long long step) {
   return step == static_cast<int>(step);
 }
+
+// Channels, of which a scheduler of an H200 has four warps. Of so many that are not cut instructions bound a walk, and
+// not how long it waits: steps are loaded one by one where the step a batch before is done, so that nothing is moved
+// between registers, and by addresses of one instruction.
+constexpr long long kMany = 1 << 16;
 
 // The steps of a chunk.
 struct Span {
