@@ -151,7 +151,8 @@ def _steps_in_bfloat16(B: int, H: int, forgets: float, reverse: bool, device: st
     found, wanted = mended(torch.bfloat16), mended(torch.float32)
     # What a gradient of A was made of was not rounded: where that of b does not change, it is left.
     unchanged = found[1] == grad_b
-    assert unchanged.any() == (forgets > 0) and torch.equal(found[2][unchanged], grad_A[unchanged])
+    assert torch.equal(found[2][unchanged], grad_A[unchanged])
+    assert unchanged.any() or forgets == 0  # where nothing is forgotten, rounding leaves a few
     wanted[2] = torch.where(unchanged, grad_A, wanted[2])
     for got, want, before in zip(found, wanted, (x, grad_b, grad_A), strict=True):
         # Where the seam ends a walk in bfloat16 has stages of more steps: rarely a number is rounded the other way.
