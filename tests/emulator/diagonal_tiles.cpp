@@ -102,7 +102,7 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   unsigned long long counter = 0;
   tiles.slots = 1;
   if (tiles.chunks > 1 || all > blocks) {
-    tiles.slots = kSlots;
+    tiles.slots = engine ? kEngineSlots<T> : kSlots;
     tiles.counter = &counter;
     tiles.status = statuses.data();
     tiles.words = words.data();

@@ -320,11 +320,11 @@ FLAWS = {
     "stops a tile early": ("(sums ? 4 : 3)", "(sums ? 3 : 2)"),
 }
 ENGINE_FLAWS = {
-    "does not wait for its boxes": ("    mbarrier_wait(come(), number_ / kSlots % 2);\n", ""),
-    "waits for the phase before": ("number_ / kSlots % 2", "(number_ / kSlots + 1) % 2"),
+    "does not wait for its boxes": ("    mbarrier_wait(come(), number_ / kOwnSlots % 2);\n", ""),
+    "waits for the phase before": ("number_ / kOwnSlots % 2", "(number_ / kOwnSlots + 1) % 2"),
     "fetches before it has written": (
-        "      tile(number).replay();\n      fetch(number + kSlots);\n",
-        "      fetch(number + kSlots);\n      tile(number).replay();\n",
+        "      tile(number).replay();\n      fetch(number + kAhead);\n",
+        "      fetch(number + kAhead);\n      tile(number).replay();\n",
     ),
     "reads an A before the first": ("first_ - tiles_.A_skipped", "first_"),
     "has no x0": ("if (g.x != nullptr && g.x0 != nullptr && owned_", "if (g.x0 == nullptr && owned_"),

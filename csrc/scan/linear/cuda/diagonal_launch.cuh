@@ -160,17 +160,20 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   auto shared_bytes = [&](int steps, int slots, bool engine) {
     return tile_shared_bytes<T>(steps, kGradients, slots, engine);
   };
-  int steps = kMostSteps;
-  while (steps > 1 &&
-         (shared_bytes(steps, kSlots, false) > device.max_shared_per_block ||
-          (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
-    --steps;
-  }
+  auto most_steps = [&](int slots, bool engine) {
+    int steps = kMostSteps;
+    while (steps > 1 &&
+           (shared_bytes(steps, slots, engine) > device.max_shared_per_block ||
+            (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
+      --steps;
+    }
+    return steps;
+  };
   // As even as can be; a short T is one chunk of a few steps per strand.
-  tiles.chunks = chunks(steps);
+  tiles.chunks = chunks(most_steps(kSlots, false));
   tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
   // The copy engine takes some numbers of steps alone; of a single chunk or few steps there is little to gain.
-  const int engine_steps = S::engine_steps(steps);
+  const int engine_steps = S::engine_steps(most_steps(kEngineSlots<T>, true));
   bool engine = pieces && tiles.chunks > 1 && engine_steps > 0 && s.T <= INT32_MAX / 2 && has_engine<T, kGradients>();
   if (engine) {
     Tiles mapped = tiles;
@@ -185,7 +188,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   if (all + (kSlots + 1) * sms > int64_t(UINT32_MAX))
     throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
   const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
-  tiles.slots = in_turn ? kSlots : 1;
+  tiles.slots = !in_turn ? 1 : engine ? kEngineSlots<T> : kSlots;
 
   const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
   const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);

@@ -45,6 +45,10 @@ namespace weft::scan {
 constexpr int kTileWarps = 8;  // that read, and that write
 constexpr int kTileThreads = 32 * (2 * kTileWarps + 1);
 constexpr int kSlots = 4;  // for tiles: one comes in, one gets its totals, one its states, one is run through
+// Where the copy engine reads, no role waits for all of them, and fewer and longer tiles take less time; not so of half
+// types, whose strands are long as it is.
+template <typename T>
+constexpr int kEngineSlots = sizeof(T) == 4 || kComplex<T> ? 3 : 4;
 
 template <typename T>
 struct TileShape {
@@ -71,7 +75,7 @@ struct Tiles {
   DiagonalGradients problem;  // forward: `scan` alone
   int64_t slabs_per_row, slabs, chunks;
   int steps;                    // of a strand
-  int slots;                    // kSlots, or one
+  int slots;                    // kSlots, kEngineSlots or one
   bool pieces;                  // addresses, strides and H are multiples of 16 bytes
   unsigned long long* counter;  // zero; null: one chunk, and a block for each of its tiles
   uint32_t* status;             // (slabs, chunks), zero; of several chunks alone, as words
@@ -92,7 +96,7 @@ struct Place {
 template <typename T>
 struct alignas(128) TileShared {
   using Shape = TileShape<T>;
-  uint64_t come[kSlots][kTileWarps];  // barriers: the rows of a warp
+  uint64_t come[kEngineSlots<T>][kTileWarps];  // barriers: the rows of a warp
   static constexpr int kPlaces = 8;
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
   double totals[2][Shape::kTileStrands][Shape::kTotalWords][Shape::kLanes];
@@ -115,6 +119,7 @@ class Tile {
   using Acc = state_t<T>;
   static constexpr int kRowBytes = S::kRowBytes, kPieces = kRowBytes / 16;
   static constexpr int kLanes = S::kLanes, kStrands = S::kStrands;
+  static constexpr unsigned kOwnSlots = kEngine ? kEngineSlots<T> : kSlots;
 
  public:
   __device__ Tile(const Tiles& tiles, unsigned number, unsigned char* memory)
@@ -128,7 +133,7 @@ class Tile {
         strand_(int(threadIdx.x) % 32 / kLanes),
         number_(number) {
     const int rows = between() * S::kTileStrands;
-    const unsigned slot = tiles.slots == 1 ? 0 : number % kSlots;
+    const unsigned slot = tiles.slots == 1 ? 0 : number % kOwnSlots;
     A_ = memory + sizeof(TileShared<T>) + slot * (kGradients ? 3 : 2) * rows * kRowBytes;
     row_bytes_ = kEngine && tiles.turned ? -kRowBytes : kRowBytes;
     first_at_ = (row_bytes_ < 0 ? (rows - 1) * kRowBytes : 0) + lane_ * int(sizeof(T));
@@ -171,7 +176,7 @@ class Tile {
   __device__ void fetch_nothing() const { mbarrier_expect(come(), 0); }
   // All lanes.
   __device__ void wait_for_boxes() const {
-    mbarrier_wait(come(), number_ / kSlots % 2);
+    mbarrier_wait(come(), number_ / kOwnSlots % 2);
     if constexpr (kGradients) {
       // Before the last step of processing there was x0.
       const DiagonalGradients& g = tiles_.problem;
@@ -314,7 +319,7 @@ class Tile {
     return (tiles_.turned ? kTileWarps - 1 - warp_ : warp_) * rows * kRowBytes;
   }
   __device__ u32 come() const {
-    return shared_address(&shared_.come[number_ % kSlots][warp_]);
+    return shared_address(&shared_.come[number_ % kOwnSlots][warp_]);
   }
   __device__ void fetch_box(unsigned char* to, const TensorMap& map, int64_t row, u32 barrier) const {
     copy_box(shared_address(to + box()), map, int(place_.h0), int(row), int(place_.row), barrier);
@@ -661,8 +666,8 @@ __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
 }
 
 // The same where the copy engine reads: of tiles of many blocks, each role at its own pace. A warp that has written its
-// rows of a tile asks at once for those of the tile kSlots later. Roles meet at named barriers, two of a kind, which
-// tiles take by turns:
+// rows of a tile asks at once for those of the tile kEngineSlots later. Roles meet at named barriers, two of a kind,
+// which tiles take by turns:
 //   kMade   the totals of a tile are made
 //   kUsed   and the finder is done with them
 //   kGiven  every strand has its start
@@ -675,10 +680,11 @@ __device__ void run_tiles_by_engine(const Tiles& tiles, unsigned char* memory) {
   const int role = int(threadIdx.x) / (32 * kTileWarps);
   const bool sums = kGradients && tiles.problem.summed, takes = threadIdx.x == 32 * kTileWarps;
   constexpr int kMade = 2, kUsed = 4, kGiven = 6, kRead = 8, kMany = 32 * kTileWarps + 32;
-  static_assert(kSlots + 4 <= TileShared<T>::kPlaces);
+  constexpr unsigned kAhead = kEngineSlots<T>;  // of who writes
+  static_assert(kAhead + 4 <= TileShared<T>::kPlaces);
   if (takes) {
     // One after the other, so that the other blocks take theirs between them.
-    for (unsigned i = 0; i <= kSlots; ++i) {
+    for (unsigned i = 0; i <= kAhead; ++i) {
       place(i) = i == 0 || place(i - 1).exists ? place_of<T>(tiles, take_tile(tiles.counter)) : Place{};
     }
     for (auto& barriers : shared.come) {
@@ -711,16 +717,16 @@ __device__ void run_tiles_by_engine(const Tiles& tiles, unsigned char* memory) {
         tile(number).fetch_nothing();
       }
     };
-    for (unsigned i = 0; i < kSlots; ++i) fetch(i);
+    for (unsigned i = 0; i < kAhead; ++i) fetch(i);
     for (unsigned number = 0;; ++number) {
       barrier_sync(kGiven + number % 2, kMany);
       if (!place(number).exists) break;
-      const bool more = takes && place(number + kSlots).exists;
+      const bool more = takes && place(number + kAhead).exists;
       int64_t next = 0;
       if (more) next = take_tile(tiles.counter);
       tile(number).replay();
-      fetch(number + kSlots);
-      if (takes) place(number + kSlots + 1) = more ? place_of<T>(tiles, next) : Place{};
+      fetch(number + kAhead);
+      if (takes) place(number + kAhead + 1) = more ? place_of<T>(tiles, next) : Place{};
       barrier_arrive(kRead + number % 2, kMany);
     }
   } else {
