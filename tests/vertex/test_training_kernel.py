@@ -74,6 +74,7 @@ class Steps:
         folder: Path,
         groups: int = 1,
         optimise: bool = False,
+        warpgroups: bool = False,
     ):
         self.cell, self.head, self.loss, self.groups = cell, head, loss, groups
         self.optimizer = optimizer
@@ -87,7 +88,7 @@ class Steps:
         self.form = len(self.matrices), len(self.vectors), loss == "cross_entropy", head is not None, self.classes
         assert _C.training_obstacle(self.program, BLOCKS, 1 << 18, *self.form) == ""
         defines, self.shared_bytes, self.blocks = _C.persistent_source(
-            self.program, TRAINING, BLOCKS, False, *self.form
+            self.program, TRAINING, BLOCKS, False, *self.form, warpgroups=warpgroups
         )
         assert self.shared_bytes <= 1 << 18
         (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in defines))
@@ -195,7 +196,9 @@ def sentences(rng: random.Random, cell) -> weft.Graphs:
     return weft.Graphs.batch([s.graph for s in nets.samples(found, numbers)])
 
 
-def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1, long=False):
+def check(
+    cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1, long=False, warpgroups=False
+):  # fmt: skip
     """Steps of the kernel on graphs that differ beside those of the loop. `long`: worth being optimised."""
     torch.manual_seed(1)
     rng = random.Random(4)
@@ -222,7 +225,7 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, grou
         want.backward()
         theirs.step()
         if kernel is None:
-            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups, long)
+            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups, long, warpgroups)
         found = kernel.step(graphs, x, targets, at, step)
         assert found[1] == 0
         torch.testing.assert_close(found[0], want.detach(), rtol=1e-5, atol=1e-6)
@@ -268,6 +271,28 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
 
 
 @pytest.mark.parametrize(
+    ("name", "optimizer", "loss", "classes", "groups"),
+    [
+        ("many", "sgd", "cross_entropy", 5, 2),
+        ("messages", "adam", "cross_entropy", 3, 1),
+        ("odd", "adamw", "mse", None, 1),
+        ("wide", "sgd", "mse", None, 1),
+    ],
+)
+def test_gradients_by_warpgroups(name, optimizer, loss, classes, groups, tmp_path):
+    """Of few rows, so that some have none, and of many; of one tile, part of one, and several."""
+    torch.manual_seed(7)
+    cell, make, width = {
+        "many": lambda: (models.TreeLSTM(4, 8), lambda rng, _: trees(rng, 60), 4),
+        "messages": lambda: (Messages(6, 8), any_graphs, 6),
+        "odd": lambda: (Gates(3, 7), any_graphs, 3),
+        "wide": lambda: (models.TreeLSTM(20, 40), binary, 20),
+    }[name]()
+    check(cell, make, optimizer, loss, classes, "vertices", tmp_path, 2, width, groups, warpgroups=True)
+
+
+@pytest.mark.parametrize("warpgroups", [False, True])
+@pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ("weft::copy_wait<kStages - 2>();", "weft::copy_wait<kStages - 1>();"),
@@ -275,12 +300,38 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
     ],
     ids=["waits for too few copies", "copies over what is read"],
 )
-def test_flawed_pipelines_are_found(right, wrong, tmp_path):
-    emulated.with_flaw("vertex/exec/cuda/training.jit.cuh", right, wrong, tmp_path)
+def test_flawed_pipelines_are_found(right, wrong, warpgroups, tmp_path):
+    way = "warpgroups" if warpgroups else "warps"
+    emulated.with_flaw(f"vertex/exec/cuda/outer_by_{way}.jit.cuh", right, wrong, tmp_path)
+
+    def run() -> None:
+        # So many that the memory of all chunks is taken again.
+        cell, count = models.TreeLSTM(4, 8), 240 if warpgroups else 60
+        check(
+            cell, lambda rng, _: trees(rng, count), "sgd", "mse", None, "vertices", tmp_path, 1, 4,
+            warpgroups=warpgroups,
+        )  # fmt: skip
+
+    assert not emulated.ends_well(run)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("term > 0 || chunk % kInside > 0", "term > 0"),
+        ("weft::warpgroup_wait(d);", "if (chunk + 1 == chunks) weft::warpgroup_wait(d);"),
+        ("x[i / 2 * 2][i % 2]", "x[i / 2][i % 2]"),
+    ],
+    ids=["forgets sums", "overwrites factors", "other rows"],
+)
+def test_flawed_warpgroups_are_found(right, wrong, tmp_path):
+    emulated.with_flaw("vertex/exec/cuda/outer_by_warpgroups.jit.cuh", right, wrong, tmp_path)
 
     def run() -> None:
         cell = models.TreeLSTM(4, 8)
-        check(cell, lambda rng, _: trees(rng, 60), "sgd", "mse", None, "vertices", tmp_path, steps=1, x_width=4)
+        check(
+            cell, lambda rng, _: trees(rng, 60), "sgd", "mse", None, "vertices", tmp_path, 1, 4, warpgroups=True
+        )  # fmt: skip
 
     assert not emulated.ends_well(run)
 

@@ -192,11 +192,11 @@ LossForm loss_form(bool cross_entropy, bool head, int32_t classes) {
 
 std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(
     const torch::jit::Object& program, int64_t pass, int32_t most_blocks, bool tf32, int32_t matrices, int32_t vectors,
-    bool cross_entropy, bool head, int32_t classes, int64_t shared_limit) {
+    bool cross_entropy, bool head, int32_t classes, int64_t shared_limit, bool warpgroups) {
   const ProgramPointer p = program_of(program);
   const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
   PersistentSource source = persistent_source(p->program, part, tf32, shared_limit, matrices, vectors,
-                                              loss_form(cross_entropy, head, classes));
+                                              loss_form(cross_entropy, head, classes), warpgroups);
   return {std::move(source.defines), source.shared_bytes, part.blocks};
 }
 
@@ -255,7 +255,7 @@ void bind_persistent(py::module_& vertex) {
   vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),
              py::arg("pass_"), py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
              py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
-             py::arg("shared_limit") = kNoLimit,
+             py::arg("shared_limit") = kNoLimit, py::arg("warpgroups") = false,
              "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
   vertex.def("persistent_obstacle",
              torch::wrap_pybind_function(

@@ -53,7 +53,8 @@ struct Room {
   std::array<bool, kParts> turns{};  // they are loaded when it begins
   std::vector<int64_t> places;       // of weights, by step
 
-  Room(const Program& program, const Partition& partition, int32_t classes, int64_t shared_limit) {
+  Room(const Program& program, const Partition& partition, int32_t classes, int64_t shared_limit,
+       bool warpgroups = false) {
     partials = int64_t{kWarps} * (classes + 2) * 4;
     std::vector<std::pair<size_t, ResidentSizes>> products;
     for (size_t i = 0; i < partition.steps.size(); ++i) {
@@ -78,7 +79,7 @@ struct Room {
       weights = std::max(weights, at);
     }
     // Gradients take the place of all that.
-    if (partition.pass == Pass::kTraining) weights = std::max(weights, kOuterShared - partials);
+    if (partition.pass == Pass::kTraining) weights = std::max(weights, outer_shared(warpgroups) - partials);
   }
   static int part(const Partition& partition, size_t step) {
     if (step >= partition.forward_steps) return 2;
@@ -298,7 +299,7 @@ class SourceWriter {
     const auto is_vector = [&](const Buffer& b) { return b.space == Space::kVector && b.index == s.vector; };
     const auto found = std::find_if(program_.buffers.begin(), program_.buffers.end(), is_vector);
     const int32_t elements = found == program_.buffers.end() ? s.first + s.width : found->width;
-    const int first = first_unit(of_vectors_, s.vector, (elements + kSumColumns - 1) / kSumColumns);
+    const int first = first_unit(of_vectors_, s.vector, (elements + kTotalColumns - 1) / kTotalColumns);
     cases += label(i, ScriptInstruction::kRun) + kAwait + "total<" + std::to_string(elements) + ", " +
              std::to_string(first) + terms(i) + ">(" + buffer(s.source) + ", first, count, " +
              std::to_string(s.column) + ", " + std::to_string(s.width) + ", " + std::to_string(s.first) +
@@ -339,9 +340,13 @@ std::string parameters_obstacle(const Program& program, size_t others) {
 }  // namespace
 
 PersistentSource persistent_source(const Program& program, const Partition& partition, bool tf32, int64_t shared_limit,
-                                   int32_t matrices, int32_t vectors, const LossForm& form) {
+                                   int32_t matrices, int32_t vectors, const LossForm& form, bool warpgroups) {
   const bool training = partition.pass == Pass::kTraining;
-  const Room room(program, partition, training ? form.classes : 0, shared_limit);
+  Room room(program, partition, training ? form.classes : 0, shared_limit, warpgroups);
+  if (warpgroups && room.bytes() > shared_limit) {
+    warpgroups = false;
+    room = Room(program, partition, training ? form.classes : 0, shared_limit);
+  }
   SourceWriter writer(program, partition, tf32);
   writer.write(room);
   PersistentSource found;
@@ -358,6 +363,7 @@ PersistentSource persistent_source(const Program& program, const Partition& part
   define("STEPS", writer.cases);
   if (training) {
     define("TURN", "if (instruction.first == 1) {" + writer.turns[1] + " } else {" + writer.turns[2] + " }");
+    define("WARPGROUPS", warpgroups ? "1" : "0");
     define("HEAD_TURN", std::to_string(writer.units));
     const int32_t output = find_buffer(program, Space::kOutput);
     define("UPDATES", std::to_string(std::max(1, matrices) + vectors + 2));

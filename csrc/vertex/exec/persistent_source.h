@@ -23,9 +23,10 @@ struct PersistentSource {
 };
 
 // `tf32`: products of floats are rounded as torch.backends.cuda.matmul allows. `shared_limit`: bytes of shared memory
-// that a block may have. `form` is of a training step.
+// that a block may have. `form` is of a training step; `warpgroups`: there are products of four warps.
 PersistentSource persistent_source(const Program& program, const Partition& partition, bool tf32, int64_t shared_limit,
-                                   int32_t matrices, int32_t vectors, const LossForm& form = {});
+                                   int32_t matrices, int32_t vectors, const LossForm& form = {},
+                                   bool warpgroups = false);
 
 // Why the program does not run so on a device whose blocks have so much shared memory; empty where it does.
 std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices);

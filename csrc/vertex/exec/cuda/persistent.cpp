@@ -17,13 +17,19 @@ constexpr const char* kSource = "vertex/exec/cuda/persistent.jit.cu";
 
 std::atomic<int64_t> refused{0};
 
+PersistentSource source_of(const Program& program, const Partition& part, bool tf32, int32_t matrices, int32_t vectors,
+                           const LossForm& form) {
+  const DeviceLimits& device = device_limits();
+  return persistent_source(program, part, tf32, device.max_shared_per_block, matrices, vectors, form,
+                           device.compute_capability == 90);
+}
+
 }  // namespace
 
 jit::Request persistent_request(const Program& program, Pass pass, int32_t most_blocks, bool tf32, int32_t matrices,
                                 int32_t vectors, const LossForm& form) {
   const Partition& part = partition_of(program, pass, most_blocks);
-  const int64_t limit = device_limits().max_shared_per_block;
-  PersistentSource source = persistent_source(program, part, tf32, limit, matrices, vectors, form);
+  PersistentSource source = source_of(program, part, tf32, matrices, vectors, form);
   return {kSource, std::move(source.defines), device_limits().compute_capability};
 }
 
@@ -37,8 +43,7 @@ const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int
       program.partitions->kernels[{device, static_cast<int64_t>(pass) + kPasses * tf32, most_blocks,
                                    form.classes * 4 + form.head * 2 + form.cross_entropy}];
   if (known == nullptr) {
-    const int64_t limit = device_limits().max_shared_per_block;
-    const PersistentSource source = persistent_source(program, part, tf32, limit, matrices, vectors, form);
+    const PersistentSource source = source_of(program, part, tf32, matrices, vectors, form);
     jit::Kernel& made = jit::kernel(kSource, source.defines, "vertex_persistent");
     const auto shared = static_cast<unsigned>(source.shared_bytes);
     const int at_once = made.max_active_blocks_per_sm(dim3(kPersistentThreads), shared) * made.sm_count();

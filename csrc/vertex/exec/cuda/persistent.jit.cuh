@@ -16,10 +16,13 @@ struct PersistentArguments {
 };
 
 // Of the gradient of a matrix: a unit of work is a tile of so many columns and rows of it, in so many bytes of shared
-// memory.
-constexpr int kOuterTile = 64, kOuterShared = 72 << 10;
-// The same of sums over rows: so many columns.
-constexpr int kSumColumns = 8;
+// memory, by products of warpgroups or of warps.
+constexpr int kOuterTile = 64;
+constexpr int outer_shared(bool warpgroups) {
+  return warpgroups ? 132 << 10 : 72 << 10;
+}
+// The same of sums over rows: so many columns, of the gradient of a vector and of the head's.
+constexpr int kTotalColumns = 32, kSumColumns = 8;
 
 // What becomes of a parameter by its gradient; of one that has none, or gets none, nothing.
 struct UpdateArgument {

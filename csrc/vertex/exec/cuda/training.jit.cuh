@@ -4,26 +4,30 @@
 //   WEFT_VERTEX_CROSS_ENTROPY  1, or 0 of the mean squared error
 //   WEFT_VERTEX_HEAD           1 where the loss is of what a linear layer makes of it
 //   WEFT_VERTEX_CLASSES        width of what the loss is of
+//   WEFT_VERTEX_WARPGROUPS     1 where gradients of matrices are summed by products of warpgroups
 //
 // When the frontiers are over, what is left are sums over all rows: tiles of the gradients of matrices, on the tensor
 // cores with fp32 accuracy, and columns of those of vectors and of the head. They go round all blocks of all groups,
 // and are applied where they were summed: no atomics, no gradients in memory. Rows of the loss go round the warps of
 // all blocks. All sums run in a fixed order.
 //
-// Cost: a block multiplies 64 x 64 of a gradient by 32 rows in about 770 clocks of its tensor cores, while it asks for
-// the next 16 KB of rows.
 #pragma once
 
-#include "common/cuda/ptx.jit.cuh"
-#include "jit/resident_product.jit.cuh"
+#include "jit/four_elements.jit.cuh"
 #include "vertex/exec/cuda/persistent.jit.cuh"
+
+#if WEFT_VERTEX_WARPGROUPS
+#include "vertex/exec/cuda/outer_by_warpgroups.jit.cuh"
+#else
+#include "vertex/exec/cuda/outer_by_warps.jit.cuh"
+#endif
 
 namespace {
 
 using weft::FourOf;
-using weft::u32;
 using weft::vertex::kPersistentThreads;
 using weft::vertex::kSumColumns;
+using weft::vertex::kTotalColumns;
 using weft::vertex::TrainingArguments;
 using weft::vertex::UpdateArgument;
 
@@ -110,39 +114,6 @@ __device__ __forceinline__ void each_unit(const Work& work) {
   for (int unit = (blockIdx.x + blocks - kTurn % blocks) % blocks; unit < kUnits; unit += blocks) work(unit);
 }
 
-constexpr int kTile = weft::vertex::kOuterTile, kDepth = 32, kStages = 4, kPitch = kTile + 8;
-constexpr int kSide = kDepth * kPitch, kPartialPitch = kTile + 4, kRowParts = 4;
-static_assert(2 * kSide * kStages * 4 <= weft::vertex::kOuterShared);
-static_assert(kRowParts * kTile * kPartialPitch * 4 <= weft::vertex::kOuterShared);
-static_assert(kTile / 32 * (kTile / 32) * kRowParts == kTrainingWarps && kDepth == 8 * kRowParts);
-
-// What a thread asks for of kDepth rows of kTile columns from `column` on: four neighbours; zeros beyond the last row
-// and column. Of the next rows at each call.
-template <int kWidth>
-struct Rows {
-  static_assert(kDepth * kTile / 4 == kPersistentThreads);
-  const float* from;
-  long long next;
-  int row, place, columns;  // those that are there from its first on
-
-  __device__ __forceinline__ Rows(const float* rows, long long stride, int column)
-      : next(kDepth * stride), row(threadIdx.x / (kTile / 4)) {
-    const int c = threadIdx.x % (kTile / 4) * 4;
-    from = rows + row * stride + column + c;
-    place = row * kPitch + c;
-    columns = kWidth - column - c;
-  }
-  __device__ __forceinline__ void ask(int count, float* to) {
-    if constexpr (kWidth % 4 == 0) {
-      weft::copy_async_padded(to + place, from, row < count && columns > 0 ? 16 : 0);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) to[place + e] = row < count && e < columns ? from[e] : 0.0f;
-    }
-    from += next;
-  }
-};
-
 // An element of it, one by one: an infinity is NaN on the tensor cores.
 __device__ __noinline__ float one_by_one(const float* left, const float* right, long long left_stride,
                                          long long right_stride, int count) {
@@ -151,91 +122,25 @@ __device__ __noinline__ float one_by_one(const float* left, const float* right, 
   return sum;
 }
 
+#if WEFT_VERTEX_WARPGROUPS
+#define WEFT_VERTEX_OUTER __forceinline__  // their products would wait for each other in a function that is called
+#else
+#define WEFT_VERTEX_OUTER __noinline__
+#endif
+
 // The gradient of a matrix: `left`, transposed, @ `right`, over rows [first, first + count). Element (column of left,
-// column of right) is left_stride and right_stride apart in the parameter. A unit is a tile of kTile x kTile: four
-// warps have a quarter of it each, of every fourth 8 rows, and a warp's columns are dealt to the lanes so that four
-// that a lane multiplies are neighbours.
+// column of right) is left_stride and right_stride apart in the parameter. A unit is a tile of kTile x kTile.
 template <int kLeft, int kRight, int kTurn, bool kFirst, bool kLast>
-__device__ __noinline__ void outer(const BufferArgument& left, const BufferArgument& right, int first, int count,
-                                   long long left_stride, long long right_stride, const UpdateArgument& update,
-                                   bool refused, float* shared) {
+__device__ WEFT_VERTEX_OUTER void outer(const BufferArgument& left, const BufferArgument& right, int first, int count,
+                                        long long left_stride, long long right_stride, const UpdateArgument& update,
+                                        bool refused, float* shared) {
   if (refused || update.kind == UpdateArgument::kNone) return;
   constexpr int kAcross = (kRight + kTile - 1) / kTile, kDown = (kLeft + kTile - 1) / kTile;
   const float* const lefts = static_cast<const float*>(left.data) + first * left.stride;
   const float* const rights = static_cast<const float*>(right.data) + first * right.stride;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, fourth = lane / 4, in_fourth = lane % 4;
-  const int part = warp % kRowParts, down = warp / kRowParts % (kTile / 32) * 32, across = warp / (kRowParts * 2) * 32;
-  const int chunks = (count + kDepth - 1) / kDepth;
   each_unit<kTurn, kDown * kAcross>([&](int unit) {
     const int top = unit / kAcross * kTile, begin = unit % kAcross * kTile;
-    Rows<kLeft> of_left(lefts, left.stride, top);
-    Rows<kRight> of_right(rights, right.stride, begin);
-    const auto ask = [&](int chunk) {
-      if (chunk < chunks) {
-        float* const to = shared + chunk % kStages * 2 * kSide;
-        of_left.ask(count - chunk * kDepth, to);
-        of_right.ask(count - chunk * kDepth, to + kSide);
-      }
-      weft::copy_commit();
-    };
-    for (int chunk = 0; chunk < kStages - 1; ++chunk) ask(chunk);
-    float sums[2][4][4] = {}, d[2][4][4] = {};
-    // Tensor cores cut sums off instead of rounding them, so that they leave them in time.
-    const auto add_up = [&] {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        float& of = d[i / 16][i / 4 % 4][i % 4];
-        sums[i / 16][i / 4 % 4][i % 4] += of;
-        of = 0.0f;
-      }
-    };
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      weft::copy_wait<kStages - 2>();
-      __syncthreads();
-      ask(chunk + kStages - 1);
-      const float* const stage = shared + chunk % kStages * 2 * kSide + (part * 8 + in_fourth) * kPitch;
-      u32 a_high[2][4], a_low[2][4];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const auto x = *reinterpret_cast<const FourOf<float>*>(stage + k * 4 * kPitch + down + fourth * 4);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          weft::split_tf32(x.x[e], a_high[e / 2][k * 2 + e % 2], a_low[e / 2][k * 2 + e % 2]);
-        }
-      }
-      u32 b_high[4][2], b_low[4][2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const auto x = *reinterpret_cast<const FourOf<float>*>(stage + kSide + k * 4 * kPitch + across + fourth * 4);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) weft::split_tf32(x.x[e], b_high[e][k], b_low[e][k]);
-      }
-      // The small products first, and between two to the same sum all others.
-#pragma unroll
-      for (int term = 0; term < 3; ++term) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            weft::mma_tf32(d[m][n], term == 0 ? a_low[m] : a_high[m], term == 1 ? b_low[n] : b_high[n]);
-          }
-        }
-      }
-      if (chunk % 8 == 7) add_up();
-    }
-    add_up();
-    weft::copy_wait<0>();
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = down + fourth * 4 + m * 2 + i / 2, column = across + (in_fourth * 2 + i % 2) * 4;
-        *reinterpret_cast<FourOf<float>*>(shared + (part * kTile + row) * kPartialPitch +
-                                          column) = {{sums[m][0][i], sums[m][1][i], sums[m][2][i], sums[m][3][i]}};
-      }
-    }
-    __syncthreads();
+    sum_tile<kLeft, kRight>(lefts, left.stride, top, rights, right.stride, begin, count, shared);
     constexpr int kEach = kTile * kTile / kPersistentThreads;
     const int column = threadIdx.x % kTile;
     const auto row_of_tile = [](int i) { return (i * kPersistentThreads + int(threadIdx.x)) / kTile; };
@@ -290,19 +195,53 @@ __device__ __forceinline__ float sum_of_columns(int rows, float* shared, const A
 }
 
 // A term of the gradient of a vector of kElements: `width` of them from `to` on are the sums of as many columns of
-// `source` from `from` on, the others 0.
+// `source` from `from` on, the others 0. A unit is kTotalColumns of them, of which a lane takes four neighbours, so
+// that few rows are under way one after the other.
 template <int kElements, int kTurn, bool kFirst, bool kLast>
 __device__ __noinline__ void total(const BufferArgument& source, int first, int count, int from, int width, int to,
                                    const UpdateArgument& update, bool refused, float* shared) {
   if (refused || update.kind == UpdateArgument::kNone) return;
+  constexpr int kLanes = kTotalColumns / 4, kAtOnce = kPersistentThreads / kLanes;
+  static_assert(kLanes <= 32 && kTotalColumns <= kPersistentThreads);
   const float* const rows = static_cast<const float*>(source.data) + first * source.stride;
-  each_unit<kTurn, (kElements + kSumColumns - 1) / kSumColumns>([&](int unit) {
-    float g[] = {sum_of_columns<1>(count, shared, [&](int row, int column, float(&sums)[1]) {
-      const int element = unit * kSumColumns + column;
-      if (element >= to && element < to + width) sums[0] += rows[row * source.stride + element - to + from];
-    })};
-    const int element = unit * kSumColumns + int(threadIdx.x);
-    const bool is = threadIdx.x < kSumColumns && element < kElements;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool fours = source.stride % 4 == 0 && (from - to) % 4 == 0 && reinterpret_cast<weft::u64>(rows) % 16 == 0;
+  each_unit<kTurn, (kElements + kTotalColumns - 1) / kTotalColumns>([&](int unit) {
+    const int mine = unit * kTotalColumns + lane % kLanes * 4;  // the first of the lane's elements
+    const float* const at = rows + (mine - to + from);
+    float sums[4] = {};
+    const int begin = threadIdx.x / kLanes;
+    if (fours && mine >= to && mine + 4 <= to + width) {
+#pragma unroll 8
+      for (int row = begin; row < count; row += kAtOnce) {
+        const auto x = *reinterpret_cast<const FourOf<float>*>(at + row * source.stride);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[e] += x.x[e];
+      }
+    } else {
+      for (int row = begin; row < count; row += kAtOnce) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (mine + e >= to && mine + e < to + width) sums[e] += at[row * source.stride + e];
+        }
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+      for (int apart = kLanes; apart < 32; apart *= 2) sums[e] += __shfl_xor_sync(~0u, sums[e], apart);
+      if (lane < kLanes) shared[warp * kTotalColumns + lane * 4 + e] = sums[e];
+    }
+    __syncthreads();
+    const int element = unit * kTotalColumns + int(threadIdx.x);
+    const bool is = threadIdx.x < kTotalColumns && element < kElements;
+    float g[1] = {};
+    if (is) {
+#pragma unroll
+      for (int w = 0; w < kTrainingWarps; ++w) g[0] += shared[w * kTotalColumns + threadIdx.x];
+    }
+    __syncthreads();
     add_terms<kFirst, kLast>(
         update, [&](int) -> long long { return is ? element : -1; }, g);
   });

@@ -1,5 +1,6 @@
 // csrc/common/cuda/warpgroup.jit.cuh for a processor.
 #pragma once
+#include <array>
 #include <map>
 
 #include "common/cuda/ptx.jit.cuh"
@@ -22,56 +23,66 @@ struct WarpgroupSums {
   std::vector<std::function<void()>> products;
 
   static constexpr float kNotThere = 1e15f;
-  void check(const float* d) const {
+  template <int kSums>
+  void check(const float (&d)[kSums]) const {
     if (of == nullptr) return;
     if (d != of) emulator::fail("a wait for other sums");
-    if (!std::all_of(d, d + 64, [](float x) { return x == kNotThere; })) emulator::fail("sums that change unwaited");
+    if (!std::all_of(d, d + kSums, [](float x) { return x == kNotThere; })) emulator::fail("sums that change unwaited");
   }
 };
 inline std::map<emulator::Fiber*, WarpgroupSums> warpgroup_sums;
+inline void warpgroup_barrier() {
+  emulator::Meeting& meeting = emulator::current->block->others[1 + emulator::current->thread.x / 128];
+  meeting.expected = 128;
+  emulator::meet(meeting);
+}
 inline void warpgroup_begin() {
   warpgroup_sums[emulator::current].fenced = true;
 }
 inline void warpgroup_commit() {
   warpgroup_sums[emulator::current].committed = true;
 }
-inline void warpgroup_wait(float (&d)[64]) {
+template <int kSums>
+inline void warpgroup_wait(float (&d)[kSums]) {
   WarpgroupSums& all = warpgroup_sums[emulator::current];
   all.check(d);
   if (all.of == nullptr || !all.committed) return;
   for (const auto& product : all.products) product();
-  std::copy_n(all.sums, 64, d);
+  std::copy_n(all.sums, kSums, d);
   all = {};
 }
-inline void warpgroup_mma_bf16(float (&d)[64], u64 left, u64 right, bool more) {
+// 16 numbers of a row of a factor.
+inline void warpgroup_numbers(u64 factor, int row, float (&x)[16]) {
+  const u32 address = u32(factor & 0x3fff) << 4, inner = u32(factor >> 16 & 0x3fff) << 4,
+            rows = u32(factor >> 32 & 0x3fff) << 4;
+  for (int half = 0; half < 2; ++half) {
+    const u32 place = address + half * inner + row / 8 * rows + row % 8 * 16;
+    const unsigned char* const at = emulator::shared_at(place, 16);
+    const emulator::Stored& stored = emulator::stored_at(place);
+    if (stored.by != nullptr && stored.by->fences == stored.fences) emulator::fail("a factor that is not fenced");
+    for (int e = 0; e < 8; ++e) {
+      unsigned short bits;
+      std::memcpy(&bits, at + 2 * e, 2);
+      x[half * 8 + e] = bfloat16_to_float(bits);
+    }
+  }
+}
+// left(i, x): the numbers of row l / 4 + 8 i of lane l's warp.
+template <int kSums, typename Left>
+inline void warpgroup_product(float (&d)[kSums], const Left& left, u64 right, bool more) {
   WarpgroupSums& all = warpgroup_sums[emulator::current];
   if (!all.fenced) emulator::fail("a product whose sums are not fenced");
   all.check(d);
-  if (all.of == nullptr) std::copy_n(d, 64, all.sums);
+  if (all.of == nullptr) std::copy_n(d, kSums, all.sums);
   all.of = d;
   all.committed = false;
-  std::fill_n(d, 64, WarpgroupSums::kNotThere);
-  const auto numbers = [](u64 factor, int row, float(&x)[16]) {
-    const u32 address = u32(factor & 0x3fff) << 4, inner = u32(factor >> 16 & 0x3fff) << 4,
-              rows = u32(factor >> 32 & 0x3fff) << 4;
-    for (int half = 0; half < 2; ++half) {
-      const u32 place = address + half * inner + row / 8 * rows + row % 8 * 16;
-      const unsigned char* const at = emulator::shared_at(place, 16);
-      const emulator::Stored& stored = emulator::stored_at(place);
-      if (stored.by != nullptr && stored.by->fences == stored.fences) emulator::fail("a factor that is not fenced");
-      for (int e = 0; e < 8; ++e) {
-        unsigned short bits;
-        std::memcpy(&bits, at + 2 * e, 2);
-        x[half * 8 + e] = bfloat16_to_float(bits);
-      }
-    }
-  };
+  std::fill_n(d, kSums, WarpgroupSums::kNotThere);
   const auto product = [=, &all] {
-    const int warp = emulator::current->thread.x / 32 % 4, lane = emulator::current->lane;
+    const int lane = emulator::current->lane;
     float x[2][16], y[2][16];
-    for (int i = 0; i < 2; ++i) numbers(left, warp * 16 + lane / 4 + i * 8, x[i]);
-    for (int n = 0; n < 16; ++n) {
-      for (int i = 0; i < 2; ++i) numbers(right, n * 8 + lane % 4 * 2 + i, y[i]);
+    for (int i = 0; i < 2; ++i) left(i, x[i]);
+    for (int n = 0; n < kSums / 4; ++n) {
+      for (int i = 0; i < 2; ++i) warpgroup_numbers(right, n * 8 + lane % 4 * 2 + i, y[i]);
       for (int i = 0; i < 4; ++i) {
         float sum = more ? all.sums[4 * n + i] : 0.0f;
         for (int k = 0; k < 16; ++k) sum += x[i / 2][k] * y[i % 2][k];
@@ -81,6 +92,24 @@ inline void warpgroup_mma_bf16(float (&d)[64], u64 left, u64 right, bool more) {
   };
   if (all.products.empty() && when() % 2) return product();
   all.products.push_back(product);
+}
+
+inline void warpgroup_mma_bf16(float (&d)[64], u64 left, u64 right, bool more) {
+  const int row = emulator::current->thread.x / 32 % 4 * 16 + emulator::current->lane / 4;
+  warpgroup_product(
+      d, [=](int i, float(&x)[16]) { warpgroup_numbers(left, row + i * 8, x); }, right, more);
+}
+inline void warpgroup_mma_bf16(float (&d)[32], const u32 (&left)[4], u64 right, bool more) {
+  const emulator::Brought all = emulator::gather(left, 4);
+  std::array<std::array<float, 16>, 2> rows;
+  for (int column = 0; column < 16; ++column) {
+    for (int i = 0; i < 2; ++i) {
+      const u32 pair = all[emulator::current->lane / 4 * 4 + column % 8 / 2][column / 8 * 2 + i];
+      rows[i][column] = bfloat16_to_float(static_cast<unsigned short>(column % 2 ? pair >> 16 : pair));
+    }
+  }
+  warpgroup_product(
+      d, [=](int i, float(&x)[16]) { std::copy(rows[i].begin(), rows[i].end(), x); }, right, more);
 }
 
 }  // namespace weft
