@@ -314,7 +314,10 @@ FLAWS = {
     "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),
     "starts before the starts are there": ("    __syncthreads();\n  }\n}\n", "  }\n}\n"),
     "takes x for x0": ("count_ > 0 ? count_ - 1 : count_", "count_ > 0 ? count_ : count_"),
-    "publishes before all totals are made": ("        named_barrier<1, 32 * kTileWarps>();\n", ""),
+    "publishes before all totals are made": (
+        "        named_barrier<1, 32 * kTileWarps>();\n        if (threadIdx.x < 32) tile(1)",
+        "        if (threadIdx.x < 32) tile(1)",
+    ),
     "has a slot too few": ("constexpr int kSlots = 4;", "constexpr int kSlots = 3;"),
     "keeps totals of one tile": ("half_(int(number % 2))", "half_(0)"),
     "stops a tile early": ("(sums ? 4 : 3)", "(sums ? 3 : 2)"),
