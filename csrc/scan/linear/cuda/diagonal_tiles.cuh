@@ -164,7 +164,7 @@ class Tile {
 
   // The same by the copy engine, which writes zeros where there is nothing. One lane.
   __device__ void fetch_boxes() const {
-    const u32 barrier = come();
+    const u32 barrier = come(shared_, number_);
     const int bytes = kStrands * tiles_.steps * kRowBytes, rows = kGradients && tiles_.problem.x != nullptr ? 3 : 2;
     mbarrier_expect(barrier, u32(rows * bytes));
     const int64_t end = scan_.T - first_ - kStrands * tiles_.steps;  // steps after the warp's
@@ -173,10 +173,13 @@ class Tile {
     if (rows == 3) fetch_box(x_, tiles_.x_map, tiles_.turned ? end - 1 : first_, barrier);
   }
   // One lane, of a tile that is not there: who waits for it finds that out.
-  __device__ void fetch_nothing() const { mbarrier_expect(come(), 0); }
-  // All lanes.
-  __device__ void wait_for_boxes() const {
-    mbarrier_wait(come(), number_ / kOwnSlots % 2);
+  __device__ void fetch_nothing() const { mbarrier_expect(come(shared_, number_), 0); }
+  // All lanes. Who asked for the rows knew the tile's place: none reads it before.
+  __device__ static void wait_for_boxes(TileShared<T>& shared, unsigned number) {
+    mbarrier_wait(come(shared, number), number / kOwnSlots % 2);
+  }
+  // What no box has. All lanes.
+  __device__ void complete_boxes() const {
     if constexpr (kGradients) {
       // Before the last step of processing there was x0.
       const DiagonalGradients& g = tiles_.problem;
@@ -318,8 +321,8 @@ class Tile {
     const int rows = kStrands * tiles_.steps;
     return (tiles_.turned ? kTileWarps - 1 - warp_ : warp_) * rows * kRowBytes;
   }
-  __device__ u32 come() const {
-    return shared_address(&shared_.come[number_ % kOwnSlots][warp_]);
+  __device__ static u32 come(TileShared<T>& shared, unsigned number) {
+    return shared_address(&shared.come[number % kOwnSlots][threadIdx.x / 32 % kTileWarps]);
   }
   __device__ void fetch_box(unsigned char* to, const TensorMap& map, int64_t row, u32 barrier) const {
     copy_box(shared_address(to + box()), map, int(place_.h0), int(row), int(place_.row), barrier);
@@ -696,10 +699,11 @@ __device__ void run_tiles_by_engine(const Tiles& tiles, unsigned char* memory) {
   if (role == 0) {
     unsigned number = 0;
     for (;; ++number) {
-      tile(number).wait_for_boxes();
+      Tile<T, kGradients, true>::wait_for_boxes(shared, number);
       if (number >= 2) barrier_sync(kUsed + number % 2, kMany);
       const bool exists = place(number).exists;
       if (exists) {
+        tile(number).complete_boxes();
         tile(number).make_totals();
         named_barrier<1, 32 * kTileWarps>();
         if (threadIdx.x < 32) tile(number).publish_total();
