@@ -323,8 +323,8 @@ FLAWS = {
     "stops a tile early": ("(sums ? 4 : 3)", "(sums ? 3 : 2)"),
 }
 ENGINE_FLAWS = {
-    "does not wait for its boxes": ("    mbarrier_wait(come(), number_ / kOwnSlots % 2);\n", ""),
-    "waits for the phase before": ("number_ / kOwnSlots % 2", "(number_ / kOwnSlots + 1) % 2"),
+    "does not wait for its boxes": ("    mbarrier_wait(come(shared, number), number / kOwnSlots % 2);\n", ""),
+    "waits for the phase before": ("number / kOwnSlots % 2", "(number / kOwnSlots + 1) % 2"),
     "fetches before it has written": (
         "      tile(number).replay();\n      fetch(number + kAhead);\n",
         "      fetch(number + kAhead);\n      tile(number).replay();\n",

@@ -114,8 +114,10 @@ __device__ __forceinline__ void pairs(ScriptInstruction& instruction, const Scri
     place.j = rank * kUnits + place.local;
     return place.local < kUnits && place.j < kWidth;
   };
+  // A warp adds up all that the kernel's columns of a row have of the product, if these are no more than it has lanes.
+  constexpr bool kInWarps = kSameRows && kUnits <= Product::kRowLanes;
   const bool done = Product::repeated(instruction.count, rank, weights, [&](auto products) {
-    constexpr int kApart = kSameRows ? Product::kRowLanes : kUnits;
+    constexpr int kApart = kInWarps ? Product::kRowLanes : kUnits;
     const bool has = find(kApart);
     bool mine = has && place.pair < instruction.next_count, is_first = true;
     if (mine) {
@@ -141,7 +143,7 @@ __device__ __forceinline__ void pairs(ScriptInstruction& instruction, const Scri
           [&] {
             if (mine) meanwhile();
           });
-      const bool in_warp = kSameRows
+      const bool in_warp = kInWarps
                                ? Product::kRowLanes <= 32
                                : instruction.count * Product::kRowLanes <= 32 && instruction.next_count * kUnits <= 32;
       in_warp ? __syncwarp() : __syncthreads();
