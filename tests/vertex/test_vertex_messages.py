@@ -173,6 +173,37 @@ def test_vertex_functions(call, message):
     refused(call, message)
 
 
+@pytest.mark.parametrize("called_before", [False, True])
+def test_functions_that_are_changed_later(called_before):
+    graphs = GRAPHS.with_types(["a", "a", "b"])
+
+    class Wide(weft.VertexFunction):
+        def vertex(self, v):
+            v.push(v.pull())
+
+    def functions():
+        both = weft.VertexFunctions({"a": Cell(), "b": Cell()})
+        if called_before:
+            both(graphs, x(3, 4))
+        return both
+
+    m = functions()
+    m.b = nn.Linear(4, 4)
+    refused(lambda: m(graphs, x(3, 4)), "^VertexFunctions: 'b' must be a VertexFunction, got Linear")
+    m.b = None
+    refused(lambda: m(graphs, x(3, 4)), "^VertexFunctions: 'b' must be a VertexFunction, got NoneType")
+    m = functions()
+    m["b"] = Wide(8)
+    refused(
+        lambda: m(graphs, x(3, 4)),
+        r"^VertexFunctions: all functions must have one state_size, got {'a': \(4,\), 'b': \(8,\)}",
+    )
+    refused(lambda: weft.explain(m, graphs, x(3, 4)), "^VertexFunctions: all functions must have one state_size")
+    m = functions()
+    m.clear()
+    refused(lambda: m(graphs, x(3, 4)), "^VertexFunctions: there must be a function")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_scripting_a_vertex_function():
     refused(

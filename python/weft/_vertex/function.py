@@ -148,22 +148,17 @@ class VertexFunctions(_Module, nn.ModuleDict):
         functions: by type; one function may stand under several names.
 
     Raises:
-        ValueError: there is none, or their ``state_size`` differ.
-        TypeError: a name is no str, or a value no :class:`VertexFunction`, also where it is set later.
+        ValueError: there is none, or their ``state_size`` differ, also where a call finds it so after changes.
+        TypeError: a name is no str, or a value no :class:`VertexFunction`, also where a call finds it so.
     """
 
     def __init__(self, functions: Mapping[str, VertexFunction]):
         if not isinstance(functions, Mapping):
             raise TypeError(f"VertexFunctions: functions must be a mapping, got {type(functions).__name__}")
-        for name, function in functions.items():
+        for name in functions:
             if not isinstance(name, str):
                 raise TypeError(f"VertexFunctions: a name must be a str, got {type(name).__name__}")
-            _check_function(name, function)
-        if not functions:
-            raise ValueError("VertexFunctions: there must be a function")
-        sizes = {name: function.state_size for name, function in functions.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"VertexFunctions: all functions must have one state_size, got {sizes}")
+        _check_functions(functions)
         super().__init__(functions)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -190,9 +185,20 @@ class VertexFunctions(_Module, nn.ModuleDict):
         return _apart(self, graphs, inputs, executor)
 
     def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
+        _check_functions(self)  # entries are set in ways that ask nobody, too, as attributes are
         functions = list({id(f): f for f in self.values()}.values())
         numbers = {id(f): i for i, f in enumerate(functions)}
         return functions, {name: numbers[id(f)] for name, f in self.items()}
+
+
+def _check_functions(functions: Mapping[str, object] | VertexFunctions) -> None:
+    for name, function in functions.items():
+        _check_function(name, function)
+    if not functions:
+        raise ValueError("VertexFunctions: there must be a function")
+    sizes = {name: function.state_size for name, function in functions.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"VertexFunctions: all functions must have one state_size, got {sizes}")
 
 
 def _check_function(name: str, function: object) -> None:
