@@ -32,8 +32,8 @@ class Explanation:
     group: int | None = None
     """How many of them share one copy of the weights."""
     partitions: tuple[tuple[str, str, int], ...] | None = None
-    """Of what stays on the chip of each parameter: its name, where, and bytes. All of it lies in ``"shared"`` memory;
-    with few rows a warp reads the first of its weights into registers before its rows come, and keeps none there."""
+    """Of what stays on the chip of each parameter: its name, where, and bytes. All of it lies in ``"shared"`` memory,
+    where its bytes are counted; while frontiers of few rows follow each other, blocks keep theirs in registers, too."""
     registers: int | None = None
     """Of a thread."""
     shared_bytes: int | None = None
