@@ -88,6 +88,9 @@ def test_compiles(cell: int):
 
     asked = [defines(kind, (kind + cell) % 2, (1, 4, 16)[(kind + cell) % 3]) for kind in range(4)]
     asked.append(defines(3, cell % 2, (1, 4, 16)[cell % 3], fma=1))
+    if cell in (0, 3):  # none of the above has an exchange
+        kind = {0: 1, 3: 3}[cell]
+        asked.append(defines(kind, (kind + cell) % 2, 16))
     _C.jit.compile_many([(SOURCE, each, 90) for each in asked])
     # Below 9.0 there are no clusters.
     asked = [defines(0, cell % 2, 1), *(defines(kind, (kind + cell) % 2, 16) for kind in (1, 3))]
