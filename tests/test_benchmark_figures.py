@@ -31,7 +31,7 @@ def test_means_over_six_nets():
     rows.append(row(case.format("treelstm", 25, "trainer"), "step", 1.0, 100.0, peer="batched"))  # of another table
     said = figures.six_nets(rows)
     assert "takes 4.00 times as long as the Trainer, the geometric mean of 2 of the 48 cases of 6 nets" in said
-    assert "(1 of the nets measured), on GPU, from 2.00x to 8.00x." in said
+    assert "(1 of the nets measured, at B 1, 4), on GPU, from 2.00x to 8.00x." in said
 
     def means(nets: int, cases: int, ratio: float, **other: str) -> dict:
         case = f"model=nets device=cuda dtype=fp32 executor=trainer nets={nets} cases={cases}"
@@ -45,6 +45,13 @@ def test_means_over_six_nets():
     (said,) = figures.six_nets(rows).splitlines()
     assert "takes 7.00 times as long as the Trainer, the geometric mean of 13 of the 48 cases of 6 nets" in said
     assert said.endswith("8 batch sizes (5 of the nets measured), on GPU.")
+    rows += [means(4, 4, 5.0, date="2026-01-04", commit="new")]
+    rows += [
+        row(case.format(name, 1, "trainer"), "step", 1.0, 5.0, peer="batched", commit="new")
+        for name in ("treelstm", "rvnn", "td-rnn", "td-lstm")
+    ]
+    (said,) = figures.six_nets(rows).splitlines()
+    assert said.endswith("4 of the 48 cases of 6 nets and 8 batch sizes (4 of the nets measured, all at B 1), on GPU.")
 
 
 @pytest.mark.slow

@@ -67,8 +67,11 @@ def six_nets(rows: Rows) -> str:
             mean = max(of_one_gpu(means), key=lambda row: (row["date"], int(parse_case(row["case"])["cases"])))
             keys, ratio, gpu, spread = parse_case(mean["case"]), float(mean["ratio"]), mean["gpu"], ""
             count, of_nets = int(keys["cases"]), int(keys["nets"])
+            found = [row for _, row in cases if all(row[key] == mean[key] for key in ("gpu", "commit"))]
+            found = [row for row in found if _of_nets(row)]
+            found = found if len(found) == count else []  # some were measured anew since
         else:
-            found = of_one_gpu(row for case, row in cases if case["model"] in NETS and int(case["B"]) in BATCHES)
+            found = of_one_gpu(row for _, row in cases if _of_nets(row))
             ratios = [float(row["ratio"]) for row in found]
             if not ratios:
                 continue
@@ -77,12 +80,21 @@ def six_nets(rows: Rows) -> str:
             spread = f", from {min(ratios):.2f}x to {max(ratios):.2f}x"
         every = len(NETS) * len(BATCHES)
         counted = f"all {every}" if count == every else f"{count} of the {every}"
-        part = "" if of_nets == len(NETS) else f" ({of_nets} of the nets measured)"
+        sizes = sorted({int(parse_case(row["case"])["B"]) for row in found})
+        left_out = [f"{of_nets} of the nets measured"] if of_nets < len(NETS) else []
+        if sizes and len(sizes) < len(BATCHES):
+            left_out.append(f"{'all ' if len(sizes) == 1 else ''}at B {', '.join(map(str, sizes))}")
+        part = f" ({', '.join(left_out)})" if left_out else ""
         shown.append(
             f'``"batched"`` takes {ratio:.2f} times as long as {what}, the geometric mean of {counted} cases of '
             f"{len(NETS)} nets and {len(BATCHES)} batch sizes{part}, on {gpu}{spread}."
         )
     return "\n".join(shown)
+
+
+def _of_nets(row: Row) -> bool:
+    case = parse_case(row["case"])
+    return case["model"] in NETS and int(case["B"]) in BATCHES
 
 
 def draw_executors(rows: Rows, path: Path) -> None:
