@@ -32,8 +32,9 @@ from benchmarks.tree_training import device_busy
 
 def net_entry(name: str, data: Callable[[], nets.Data], B: int, device: str, H: int | None = None) -> Entry:
     """The binary Tree-LSTM's steps in a row by the persistent executor and by the Trainer, beside the same net batched,
-    and beside level loops with the same optimizer."""
+    and beside level loops with the same optimizer. What :func:`nets_entry` has rows of is left to it."""
     cases = _cases(name, B, device, H)
+    of_nets = H is None and B in nets.BATCHES
 
     def run(results: Results) -> list[dict[str, str]]:
         training = functools.partial(nets.Training, name, data(), B, device, H)
@@ -52,11 +53,12 @@ def net_entry(name: str, data: Callable[[], nets.Data], B: int, device: str, H: 
                 errors = {"losses": relative_error(one.losses(step), want)}
                 check_agreement(cases[executor], errors, 1e-4)
                 steps[executor] = training().trainer() if executor == "trainer" else training().by(executor)
-        if runs["persistent"]:
+        if runs["persistent"] and not of_nets:
             gradients = {e: in_a_row(first, first.gradients_by(e)) for e in ("persistent", "batched", "auto")}
             rows += _gradient_rows(results, cases, {e: t / STEPS for e, t in measure(gradients, device).items()})
         if runs["trainer"]:
-            steps["batched"] = training().by("batched")
+            if not of_nets:
+                steps["batched"] = training().by("batched")
             candidates = {who: in_a_row(first, step) for who, step in steps.items()}
             candidates["reference"] = in_a_row(first, training().by("reference"))
             candidates["eager"] = eager_in_a_row(training())
