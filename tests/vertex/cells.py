@@ -183,3 +183,19 @@ def typed(graphs: weft.Graphs, cell) -> weft.Graphs:
     if not isinstance(cell, weft.VertexFunctions):
         return graphs
     return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
+
+
+class Aside(weft.VertexFunction):
+    """A narrow product beside a wide kernel that does not read it: each block has fewer columns of the one."""
+
+    def __init__(self, input_size, size):
+        super().__init__(2 * size)
+        self.W, self.U = nn.Linear(input_size, size), nn.Linear(2 * size, size, bias=False)
+        self.narrow, self.wide = nn.Linear(2 * size, size // 2), nn.Linear(size // 2, size)
+
+    def vertex(self, v):
+        state = v.gather(0)
+        aside = torch.tanh(self.wide(torch.relu(self.narrow(state))))
+        h = torch.tanh(self.U(state) + self.W(v.pull()))
+        v.scatter(torch.cat((aside, h), 1))
+        v.push(h)

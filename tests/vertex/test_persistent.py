@@ -19,7 +19,7 @@ from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
 from tests.common import relative_error
-from tests.vertex.cells import GatedChain, Messages, Narrow, Twice, typed
+from tests.vertex.cells import Aside, GatedChain, Messages, Narrow, Twice, typed
 from tests.vertex.naive import random_dag, random_tree
 from tests.vertex.test_source import MODELS, check_written_kernels
 
@@ -233,6 +233,14 @@ def test_chains_run_on_a_processor(dtype, size, blocks, tmp_path):
         return models.ChainLSTM(3, size)
 
     check_written_kernels(make, True, dtype, tmp_path, blocks=blocks, groups=2, children=children)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_product_narrower_than_the_kernel_after_it(tmp_path):
+    """A block has one of the product's columns and two of the kernel's."""
+    children = [[[], *([i] for i in range(length - 1))] for length in (6, 4)]
+    check_written_kernels(lambda: Aside(3, 8), True, "float32", tmp_path, blocks=4, groups=1, children=children)
 
 
 def test_on_the_cpu_it_is_batched():
