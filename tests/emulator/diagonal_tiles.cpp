@@ -67,7 +67,6 @@ weft::TensorMap map_of(const void* first, int64_t stride_t, int64_t stride_b, in
 
 }  // namespace
 
-// Lays out a problem of merged rows as the launcher does, and runs it. `sums`: (chunks, B, H).
 template <int kSize>
 using Real = std::conditional_t<kSize == 2, weft::BFloat16, std::conditional_t<kSize == 4, float, double>>;
 template <int kSize>
@@ -78,6 +77,7 @@ extern "C" int64_t chunks_of(int64_t T, int steps) {
   return (T + all - 1) / all;
 }
 
+// Lays out a problem of merged rows as the launcher does, and runs it. `sums`: (chunks, B, H).
 extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, int blocks, int favour,
                     void* sums, bool engine, unsigned seed) {
   using T = Element<SIZE>;

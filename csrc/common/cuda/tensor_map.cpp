@@ -12,8 +12,12 @@ using Encoder = decltype(&cuTensorMapEncodeTiled);
 Encoder encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
   const cudaError_t status =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
   if (status != cudaSuccess) cudaGetLastError();
   const bool there = status == cudaSuccess && found == cudaDriverEntryPointSuccess;
   return there ? reinterpret_cast<Encoder>(function) : nullptr;

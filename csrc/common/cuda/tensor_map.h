@@ -1,4 +1,4 @@
-// Tensors as Hopper's copy engine knows them (copy_box in ptx.jit.cuh). Torch-free.
+// Tensors as Hopper's copy engine knows them (copy_box in boxes.cuh). Torch-free.
 #pragma once
 #include <cstdint>
 

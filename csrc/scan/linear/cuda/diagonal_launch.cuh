@@ -103,7 +103,7 @@ void walk(const DiagonalGradients& g, cudaStream_t stream) {
          slabs_per_row);
 }
 
-// Whether the copy engine reads and writes this kernel's tiles here.
+// Whether the copy engine can read this kernel's tiles here.
 template <typename T, bool kGradients>
 bool has_engine() {
   if (device_limits().compute_capability < 90) return false;

@@ -24,9 +24,9 @@
 // Where a total cannot say what follows a state, the steps themselves do: the finder runs the tile's strands one after
 //   the other, and who follows a tile's total waits for the state after it. By channel, so that none sees its
 //   neighbours.
-// Shared memory: kSlots tiles, 2 (3) rows of 64 bytes per step, all that a block may have; a quarter of it is on its
-//   way, where Little's law asks for about 36 KB at 1 us; and two tiles' totals and states. Registers: totals, also of
-//   a batch of earlier tiles, and a state.
+// Shared memory: kSlots tiles (kEngineSlots where the copy engine reads), 2 (3) rows of 64 bytes per step, all that a
+//   block may have; one tile of it is on its way, where Little's law asks for about 36 KB at 1 us; and two tiles'
+//   totals and states. Registers: totals, also of a batch of earlier tiles, and a state.
 // Cost: per tile and channel 4 words written (7 in fp64) and a few more read, in L2, each of which says by itself that
 //   it is there. A tile has to be done, in the mean, while the memory moves as many bytes: on an H200 in 2.4 us. Every
 //   role has so long: the readers are bound by the latency of their totals in fp64, the finder by two trips to L2.

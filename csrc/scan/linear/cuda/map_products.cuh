@@ -1,13 +1,12 @@
-// What all chunks of a slice do to a state, of the maps that chunk_maps.cuh has of each: their product, as ranks send
-// it.
+// What all chunks of a slice do to a state, of the maps that chunk_maps.cuh has of each: their product, as ranks
+// send it.
 //
-// Decomposition: a tree. A block multiplies the maps of some chunks of a batch row, one after the other; the last of
-// the
-//   blocks below a node of the tree to be through multiplies what these came to, up to the root. A thread owns some
-//   rows of the product in one column, and keeps that column's exponent.
-// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers, 16 S^2
-// bytes
-//   for S states.
+// Decomposition: a tree, cut by the rows of the batch and the device's multiprocessors. A block multiplies the maps of
+//   some chunks of a batch row, one after the other; the last of the blocks below a node of the tree to be through
+//   multiplies what these came to, up to the root. A thread owns some rows of the product in one column, and keeps
+//   that column's exponent.
+// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers: 16 S^2
+//   bytes for S states.
 // Numbers: a map's are float's, within 2 of each other's columns; products are double's, and row k of one takes the
 //   exponent of column k of the next.
 #pragma once

@@ -3,9 +3,8 @@
 //   WEFT_CHUNKED       whether there are chunks of time
 //   WEFT_GRADS         bits: the states that have a gradient
 //   WEFT_WANTED        bits: the operands whose gradient is asked for, as in PointwiseArgs::results
-//   WEFT_VJP           statements: g[S + I + P], the gradients of h[S], x[I] and p[P], where d[S] are those of the
-//   states
-//                      after the step
+//   WEFT_VJP           statements: g[S + I + P], the gradients of h[S], x[I] and p[P], where d[S] are those of
+//                      the states after the step
 //   WEFT_VJP_JACOBIAN  statements: the same, and jacobian[S * S]
 // and those of pointwise.jit.cuh.
 //

@@ -80,10 +80,11 @@ struct Place {
 
 // Pairs of product kNumber and a kernel of kWidth columns, of which a block has kUnits: the one at `at`, and those that
 // follow it in the window, as far as they are of as few rows. These have the weights in registers, and of each the
-// indices of its operands are there before its rows. In the product's few rows what a thread has lies in the warp that
-// adds them up, where both are of the same rows. asked() asks for a kernel's operands; indices(), of which there are
-// those of the next by ahead(row) and then taken(), and early() are the same in two; meanwhile() and late() come before
-// and after the sums.
+// indices of its operands are there before its rows. kSameRows: the kernel is of the product's rows; what a thread has
+// of them then lies in the warp that adds them up, if the block has no more of the kernel's columns than the product's
+// lanes. place.index is that of the first pair alone. asked() asks for a kernel's operands; indices(), of which there
+// are those of the next by ahead(row) and then taken(), and early() are the same in two; meanwhile() and late() come
+// before and after the sums.
 template <typename Product, typename E, int kNumber, int kUnits, int kWidth, bool kSameRows, typename Asked,
           typename Indices, typename Early, typename Ahead, typename Taken, typename Meanwhile, typename Late>
 __device__ __forceinline__ void pairs(ScriptInstruction& instruction, const ScriptInstruction* window, int& at,
