@@ -120,7 +120,7 @@ def test_the_figure_of_executors(tmp_path):
     assert "/vertex_executors.svg" in text and "vertex_batches" not in text
     assert '``"batched"`` takes 1.50 times as long as the persistent executor, the geometric mean of 2' in text
     assert '``"batched"`` takes 4.00 times as long as the Trainer' in text
-    assert "geometric mean of 1 of the 48 cases of 6 nets and 8 batch sizes (1 of the nets measured, all at B 1), on GPU" in text
+    assert "mean of 1 of the 48 cases of 6 nets and 8 batch sizes (1 of the nets measured, all at B 1), on GPU" in text
     drawn = (tmp_path / "vertex_executors.svg").read_text()
     assert all(name in drawn for name in ("Trainer", '"batched"', '"persistent"', '"reference"'))
     assert "image" not in plot.page_block("vertex", {"vertex": rows[-2:]}, tmp_path)
