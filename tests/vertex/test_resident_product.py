@@ -55,13 +55,18 @@ def multiplied(
     return result
 
 
-@pytest.mark.parametrize("which", CASES)
-def test_any_number_of_rows(which, run):
+def problem(which, count):
+    """So many rows, the matrix, their product, and the bound of its error."""
     torch.manual_seed(1)
     inner, columns, dtype, bound = CASES[which]
     matrix = torch.randn(inner, columns).to(dtype)
-    rows = torch.randn(83, inner).to(dtype)
-    want = (rows.double() @ matrix.double()).float()
+    rows = torch.randn(count, inner).to(dtype)
+    return rows, matrix, (rows.double() @ matrix.double()).float(), bound
+
+
+@pytest.mark.parametrize("which", CASES)
+def test_any_number_of_rows(which, run):
+    rows, matrix, want, bound = problem(which, 83)
     for count in (1, 2, 3, 8, 9, 17, 33, 50, 83):
         given = matrix if count % 2 else matrix.t().contiguous().t()
         found = multiplied(run, which, rows[:count], given)
@@ -72,11 +77,7 @@ def test_any_number_of_rows(which, run):
 
 @pytest.mark.parametrize("which", CASES)
 def test_few_rows_again_and_again(which, run):
-    torch.manual_seed(1)
-    inner, columns, dtype, bound = CASES[which]
-    matrix = torch.randn(inner, columns).to(dtype)
-    rows = torch.randn(8, inner).to(dtype)
-    want = (rows.double() @ matrix.double()).float()
+    rows, matrix, want, bound = problem(which, 8)
     for count in range(1, 9):
         found = multiplied(run, which, rows[:count], matrix, repeated=3)
         assert found is None or relative_error(found / 3, want[:count]) < bound, count
