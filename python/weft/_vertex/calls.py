@@ -55,32 +55,39 @@ def compiled_of(module: nn.Module) -> Compiled:
 
 def run(module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Sequence[Tensor]:
     """What a call pushes; refuse what it refuses."""
-    compiled = compiled_of(module)
-    found = compiled.calls.find(module, graphs, inputs, executor)
+    found = _repeated(module, graphs, inputs, executor)
     if found is None:
-        return _first(compiled, module, graphs, inputs, executor).run()
+        return _first(module, graphs, inputs, executor).run()
     recent, rows = found
-    compiled.program, compiled.script = recent.program, recent.script and functools.partial(recent.script, graphs)
     return recent.run(graphs, rows)
 
 
 def ready(module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
     """Refuse what a call refuses. What comes back can run, and the module's program is its."""
-    compiled = compiled_of(module)
-    found = compiled.calls.find(module, graphs, inputs, executor)
+    found = _repeated(module, graphs, inputs, executor)
     if found is None:
-        return _first(compiled, module, graphs, inputs, executor)
+        return _first(module, graphs, inputs, executor)
     recent, rows = found
-    compiled.program, compiled.script = recent.program, recent.script and functools.partial(recent.script, graphs)
     return recent.ready(graphs, rows)
 
 
-def _first(compiled: Compiled, module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
+def _repeated(
+    module: nn.Module, graphs: Graphs, inputs: object, executor: str
+) -> tuple[RecentCall, dict[str, Tensor]] | None:
+    """The recent call that this one repeats, whose program and script the module's are now, and the inputs."""
+    compiled = compiled_of(module)
+    found = compiled.calls.find(module, graphs, inputs, executor)
+    if found is not None:
+        recent = found[0]
+        compiled.program, compiled.script = recent.program, recent.script and functools.partial(recent.script, graphs)
+    return found
+
+
+def _first(module: nn.Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
     """A call that is like no recent one."""
-    call = prepare(module, graphs, inputs, executor)
+    compiled, call = compiled_of(module), prepare(module, graphs, inputs, executor)
     compiled.program = call.program
-    recent = call.recent(compiled.program)
-    compiled.calls.add(recent)
+    compiled.calls.add(call.recent(compiled.program))
     compiled.script = call.script and functools.partial(call.script, graphs)
     return call.ready
 
